@@ -1,0 +1,19 @@
+/*
+ * tinyllm.h - everything libtinyllm offers, in one include.
+ *
+ *   abi.h          status codes, dtypes, the error slot, the allocator hook
+ *   ds.h           tl_vec, tl_map (Swiss table), tl_lru
+ *   numerics.h     FNV-1a 64, float16 <-> float32
+ *   kv_pool.h      the paged KV block pool: exactly the interface of format v1
+ *   kv_pool_ext.h  what this implementation offers beyond it: options, batches, checks
+ */
+#ifndef TINYLLM_H
+#define TINYLLM_H
+
+#include "tinyllm/abi.h"
+#include "tinyllm/ds.h"
+#include "tinyllm/kv_pool.h"
+#include "tinyllm/kv_pool_ext.h"
+#include "tinyllm/numerics.h"
+
+#endif /* TINYLLM_H */

@@ -1,0 +1,100 @@
+/*
+ * tinyllm/kv_pool_ext.h - what this implementation of kv_pool.h offers beyond it: creation
+ * options, batches that are validated whole, read access to a block's state, and a checker.
+ *
+ * kv_pool.h is the interface that any implementation has; this header needs ours (it is compiled
+ * from src/runtime/kv_pool_ext.c, which knows the pool's records). The same rules hold: the caller
+ * serializes the calls on one pool, a failed call sets the error slot and changes nothing.
+ */
+#ifndef TINYLLM_KV_POOL_EXT_H
+#define TINYLLM_KV_POOL_EXT_H
+
+#include "tinyllm/kv_pool.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- creation ------------------------------------------------------------------------------ */
+
+/* Bits of tl_kv_options.flags. */
+#define TL_KV_TOUCH 1u      /* touch every page of the slab in create: slow start, no faults later */
+#define TL_KV_NO_HUGE 2u    /* do not advise the system to back the slab with huge pages */
+#define TL_KV_ALL_FLAGS 3u
+
+typedef struct {
+    uint32_t flags;
+} tl_kv_options;
+
+/* tl_kv_pool_create with options; opt NULL means flags 0. TL_EINVAL for unknown flags as well. */
+TL_API tl_status tl_kv_pool_create_opt(const tl_kv_cfg *cfg, const tl_kv_options *opt,
+                                       tl_kv_pool **out);
+
+/* Bytes the pool has allocated besides its slab: records, free list, index. */
+TL_API size_t tl_kv_meta_bytes(const tl_kv_pool *p);
+
+/* ---- one block's state --------------------------------------------------------------------- */
+
+/* References of a block (0: free or cached), and the hash it is registered under (0: none).
+ * 0 with the slot set when id is out of range. O(1). */
+TL_API uint32_t tl_kv_refs(const tl_kv_pool *p, uint32_t id);
+TL_API uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id);
+
+/* ---- batches ------------------------------------------------------------------------------- */
+
+/*
+ * tl_kv_ref and tl_kv_unref for n ids in order, all or nothing. An id that appears k times counts
+ * k times, so unref of {b, b} on a block with one reference is TL_EINVAL and changes nothing.
+ * TL_EINVAL: as for one id (for ref: a block nobody holds, or a count that would pass UINT32_MAX);
+ * the slot names the position in ids. ids may be NULL when n is 0. O(n).
+ */
+TL_API tl_status tl_kv_ref_many(tl_kv_pool *p, const uint32_t *ids, size_t n);
+TL_API tl_status tl_kv_unref_many(tl_kv_pool *p, const uint32_t *ids, size_t n);
+
+/* tl_kv_set_fill for n ids, all or nothing; fills[i] goes to ids[i], the last of equal ids wins. */
+TL_API tl_status tl_kv_set_fill_many(tl_kv_pool *p, const uint32_t *ids, const uint32_t *fills,
+                                     size_t n);
+
+/*
+ * tl_kv_register for n pairs in order, all or nothing. registered[i] is 1 when ids[i] carries
+ * hashes[i] afterwards, 0 when another block holds that hash (TL_EBUSY for one block: the normal
+ * answer when equal blocks were computed twice). TL_EINVAL: as for one pair; then nothing is
+ * registered and registered is undefined. O(n) expected.
+ */
+TL_API tl_status tl_kv_register_many(tl_kv_pool *p, const uint32_t *ids, const uint64_t *hashes,
+                                     size_t n, uint8_t *registered);
+
+/*
+ * tl_kv_lookup for n hashes in order: ids_out[i] is the block, with one more reference for each
+ * hit, or -1 for a miss. The index and the records are prefetched ahead, so a large pool costs
+ * little more than a small one. TL_EINVAL: hashes or ids_out NULL with n not 0, or a block at
+ * UINT32_MAX references; then no reference is taken. O(n) expected.
+ */
+TL_API tl_status tl_kv_lookup_many(tl_kv_pool *p, const uint64_t *hashes, size_t n,
+                                   int64_t *ids_out);
+
+/*
+ * The chained hashes of the floor(n / block_tokens) full blocks of n token ids, from the root
+ * `parent` (0 by default): out[i] = tl_kv_block_hash(out[i - 1], toks + i * block_tokens,
+ * block_tokens). TL_EINVAL: block_tokens 0, or toks or out NULL with a full block to hash. O(n).
+ */
+TL_API tl_status tl_kv_block_hashes(uint64_t parent, const uint32_t *toks, size_t n,
+                                    uint32_t block_tokens, uint64_t *out);
+
+/* ---- the checker --------------------------------------------------------------------------- */
+
+/*
+ * Walks the whole pool and compares what is stored twice: every block in exactly one state, the
+ * free list without duplicates, the LRU list's links and length, the index against the records in
+ * both directions, fills and registrations legal, the counts. TL_OK, or TL_EINVAL with the first
+ * disagreement in the slot (TL_ENOMEM: it needs a bit for each block). For tests and debugging: a
+ * disagreement is a bug in the library or a stray write, never a caller's wrong argument.
+ * O(n_blocks).
+ */
+TL_API tl_status tl_kv_check(const tl_kv_pool *p);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TINYLLM_KV_POOL_EXT_H */
