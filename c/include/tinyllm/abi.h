@@ -25,7 +25,7 @@ extern "C" {
 #define TL_STATIC_ASSERT(cond, msg) _Static_assert(cond, msg)
 #endif
 
-#define TL_ABI_VERSION 1u
+#define TL_ABI_VERSION    1u
 #define TL_LAST_ERROR_CAP 256u /* bytes of the error slot, its terminating NUL included */
 
 /* The numbers are part of the ABI: they never change and are never reused. */

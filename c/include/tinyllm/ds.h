@@ -102,7 +102,8 @@ typedef struct {
 } tl_lru;
 
 /* The record around its embedded node: TL_CONTAINER_OF(node, struct block, lru). */
-#define TL_CONTAINER_OF(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
+#define TL_CONTAINER_OF(ptr, type, member)                                                         \
+    ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
 /* All O(1), none can fail; NULL arguments are ignored (pop answers NULL). A list must not be moved
  * in memory while it holds nodes, and a node is in one list at most. */

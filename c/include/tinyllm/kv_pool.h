@@ -39,8 +39,8 @@
 extern "C" {
 #endif
 
-#define TL_KV_FORMAT_V1 1u
-#define TL_KV_MAGIC "TLKV"
+#define TL_KV_FORMAT_V1       1u
+#define TL_KV_MAGIC           "TLKV"
 #define TL_KV_ENVELOPE_HEADER 28u
 
 typedef struct {

@@ -18,8 +18,8 @@ extern "C" {
 /* ---- creation ------------------------------------------------------------------------------ */
 
 /* Bits of tl_kv_options.flags. */
-#define TL_KV_TOUCH 1u      /* touch every page of the slab in create: slow start, no faults later */
-#define TL_KV_NO_HUGE 2u    /* do not advise the system to back the slab with huge pages */
+#define TL_KV_TOUCH     1u /* touch every page of the slab in create: slow start, no faults later */
+#define TL_KV_NO_HUGE   2u /* do not advise the system to back the slab with huge pages */
 #define TL_KV_ALL_FLAGS 3u
 
 typedef struct {
@@ -87,7 +87,7 @@ TL_API tl_status tl_kv_block_hashes(uint64_t parent, const uint32_t *toks, size_
  * Walks the whole pool and compares what is stored twice: every block in exactly one state, the
  * free list without duplicates, the LRU list's links and length, the index against the records in
  * both directions, fills and registrations legal, the counts. TL_OK, or TL_EINVAL with the first
- * disagreement in the slot (TL_ENOMEM: it needs a bit for each block). For tests and debugging: a
+ * disagreement in the slot. Allocates nothing. For tests and debugging: a
  * disagreement is a bug in the library or a stray write, never a caller's wrong argument.
  * O(n_blocks).
  */

@@ -1,0 +1,37 @@
+/*
+ * internal.h - what the library's own files share beyond the public headers: failing with a text,
+ * and memory for large arrays. Nothing here is exported.
+ */
+#ifndef TL_RUNTIME_INTERNAL_H
+#define TL_RUNTIME_INTERNAL_H
+
+#include "tinyllm/abi.h"
+
+#if defined(__GNUC__) || defined(__clang__)
+#define TL_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#define TL_LIKELY(x)         __builtin_expect(!!(x), 1)
+#define TL_UNLIKELY(x)       __builtin_expect(!!(x), 0)
+#define TL_PREFETCH(p)       __builtin_prefetch((p), 1)
+#else
+#define TL_PRINTF(fmt, args)
+#define TL_LIKELY(x)   (x)
+#define TL_UNLIKELY(x) (x)
+#define TL_PREFETCH(p) ((void)(p))
+#endif
+
+/* Sets the error slot to the formatted text and returns status: `return tl_fail(TL_EINVAL, ...)`.
+ * Texts start with the name of the public function, then say what was expected and found. */
+tl_status tl_fail(tl_status status, const char *fmt, ...) TL_PRINTF(2, 3);
+
+/*
+ * tl_alloc for an array that may be large and is visited at random. From TL_HUGE_PAGE bytes up it
+ * is aligned to a huge page and, if `huge`, the system is advised to back it with huge pages: one
+ * TLB entry then covers what 512 did. Touches no page.
+ */
+#define TL_HUGE_PAGE ((size_t)2 << 20)
+void *tl_alloc_array(size_t n_bytes, int huge);
+
+/* *out = a * b, or 0 when that overflows size_t. */
+int tl_mul_size(size_t a, size_t b, size_t *out);
+
+#endif /* TL_RUNTIME_INTERNAL_H */

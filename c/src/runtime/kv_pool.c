@@ -1,0 +1,671 @@
+/*
+ * kv_pool.c (rt.04) - the paged KV block pool, its prefix index and its wire format v1.
+ *
+ * The states and the slab's layout are drawn in kv_pool.h, the records in kv_pool_impl.h, the
+ * envelope in formats/kv-block.md. Sections: life, references, contents, prefix index, export,
+ * import. A call validates first and changes things after; once it has begun to change things it
+ * cannot fail.
+ */
+#include "tinyllm/kv_pool_ext.h"
+
+#include "runtime/internal.h"
+#include "runtime/kv_pool_impl.h"
+#include "tinyllm/numerics.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* ---- life ---------------------------------------------------------------------------------- */
+
+/* P and one plane of it, or 0 when they overflow. */
+static int block_sizes(const tl_kv_cfg *cfg, size_t *plane, size_t *block) {
+    size_t n;
+    return tl_mul_size(cfg->n_kv_heads, cfg->block_tokens, &n) &&
+           tl_mul_size(n, cfg->head_dim, &n) && tl_mul_size(n, 2, plane) &&
+           tl_mul_size(*plane, cfg->n_layers, &n) && tl_mul_size(n, 2, block);
+}
+
+tl_status tl_kv_pool_create_flags(const tl_kv_cfg *cfg, unsigned flags, const char *who,
+                                  tl_kv_pool **out) {
+    if (out == NULL) {
+        return tl_fail(TL_EINVAL, "%s: out is NULL", who);
+    }
+    *out = NULL;
+    if (cfg == NULL) {
+        return tl_fail(TL_EINVAL, "%s: cfg is NULL", who);
+    }
+    const char *zero = cfg->n_blocks == 0       ? "n_blocks"
+                       : cfg->block_tokens == 0 ? "block_tokens"
+                       : cfg->n_layers == 0     ? "n_layers"
+                       : cfg->n_kv_heads == 0   ? "n_kv_heads"
+                       : cfg->head_dim == 0     ? "head_dim"
+                                                : NULL;
+    if (zero != NULL) {
+        return tl_fail(TL_EINVAL, "%s: %s is 0, expected at least 1", who, zero);
+    }
+    if (cfg->format != TL_KV_FORMAT_V1) {
+        return tl_fail(TL_EUNSUPPORTED, "%s: format %" PRIu32 ", this version has format 1", who,
+                       cfg->format);
+    }
+    if (cfg->dtype != TL_F16) {
+        return tl_fail(TL_EUNSUPPORTED, "%s: dtype %" PRId32 ", format 1 stores TL_F16 (1)", who,
+                       cfg->dtype);
+    }
+    const size_t n = cfg->n_blocks;
+    size_t plane_bytes, block_bytes, slab_bytes, record_bytes;
+    if (!block_sizes(cfg, &plane_bytes, &block_bytes) ||
+        !tl_mul_size(n, block_bytes, &slab_bytes) ||
+        !tl_mul_size(n, sizeof(tl_kv_block), &record_bytes)) {
+        return tl_fail(TL_EINVAL, "%s: the slab's size overflows", who);
+    }
+
+    tl_kv_pool *p = tl_alloc(sizeof *p, _Alignof(tl_kv_pool));
+    if (p == NULL) {
+        return tl_fail(TL_ENOMEM, "%s: no memory for the pool", who);
+    }
+    *p = (tl_kv_pool){.cfg = *cfg, .block_bytes = block_bytes, .plane_bytes = plane_bytes};
+    tl_lru_init(&p->cached);
+    tl_status status = tl_vec_init(&p->free_ids, sizeof(uint32_t));
+    const char *what = "the free list";
+    if (status == TL_OK) {
+        status = tl_vec_reserve(&p->free_ids, n);
+    }
+    if (status != TL_OK) {
+        goto fail;
+    }
+    what = "the records";
+    status = TL_ENOMEM;
+    p->blocks = tl_alloc_array(record_bytes, 1);
+    p->marks = p->blocks == NULL ? NULL : tl_alloc_array(n / 8 + 1, 0);
+    if (p->marks == NULL) {
+        goto fail;
+    }
+    what = "the prefix index";
+    status = tl_map_create(n, &p->index);
+    if (status != TL_OK) {
+        goto fail;
+    }
+    what = "the slab";
+    status = TL_ENOMEM;
+    p->slab = tl_alloc_array(slab_bytes, !(flags & TL_KV_NO_HUGE));
+    if (p->slab == NULL) {
+        goto fail;
+    }
+    if (flags & TL_KV_TOUCH) {
+        memset(p->slab, 0, slab_bytes);
+    }
+    memset(p->blocks, 0, record_bytes);
+    uint32_t *ids = p->free_ids.data;
+    for (size_t i = 0; i < n; i++) { /* block 0 on top: a fresh pool hands out 0, 1, 2, ... */
+        ids[i] = (uint32_t)(n - 1 - i);
+    }
+    p->free_ids.len = n;
+    *out = p;
+    return TL_OK;
+
+fail:
+    tl_kv_pool_destroy(p);
+    return tl_fail(status, "%s: no memory for %s (%zu blocks of %zu bytes)", who, what, n,
+                   block_bytes);
+}
+
+tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out) {
+    return tl_kv_pool_create_flags(cfg, 0, "tl_kv_pool_create", out);
+}
+
+void tl_kv_pool_destroy(tl_kv_pool *p) {
+    if (p == NULL) {
+        return;
+    }
+    tl_free(p->slab);
+    tl_map_destroy(p->index);
+    tl_free(p->marks);
+    tl_free(p->blocks);
+    tl_vec_free(&p->free_ids);
+    tl_free(p);
+}
+
+void tl_kv_pool_cfg(const tl_kv_pool *p, tl_kv_cfg *out) {
+    if (out == NULL || p == NULL) {
+        (void)tl_fail(TL_EINVAL, "tl_kv_pool_cfg: %s is NULL", out == NULL ? "out" : "p");
+        if (out != NULL) {
+            memset(out, 0, sizeof *out);
+        }
+        return;
+    }
+    *out = p->cfg;
+}
+
+void tl_kv_stats_get(const tl_kv_pool *p, tl_kv_stats *out) {
+    if (out == NULL || p == NULL) {
+        (void)tl_fail(TL_EINVAL, "tl_kv_stats_get: %s is NULL", out == NULL ? "out" : "p");
+        if (out != NULL) {
+            memset(out, 0, sizeof *out);
+        }
+        return;
+    }
+    out->free = (uint32_t)p->free_ids.len;
+    out->cached = (uint32_t)p->cached.len;
+    out->used = p->cfg.n_blocks - out->free - out->cached;
+    out->evictions = p->evictions;
+}
+
+/* ---- references ---------------------------------------------------------------------------- */
+
+/* The record of block id, or NULL with the slot set: `who` was given an id that is out of range. */
+static tl_kv_block *block_at(const tl_kv_pool *p, uint32_t id, const char *who) {
+    if (TL_UNLIKELY(p == NULL)) {
+        (void)tl_fail(TL_EINVAL, "%s: p is NULL", who);
+        return NULL;
+    }
+    if (TL_UNLIKELY(id >= p->cfg.n_blocks)) {
+        (void)tl_fail(TL_EINVAL, "%s: block %" PRIu32 " is out of range, the pool has %" PRIu32,
+                      who, id, p->cfg.n_blocks);
+        return NULL;
+    }
+    return &p->blocks[id];
+}
+
+/* The same for a block that somebody must hold. */
+static tl_kv_block *held_block_at(const tl_kv_pool *p, uint32_t id, const char *who) {
+    tl_kv_block *b = block_at(p, id, who);
+    if (TL_UNLIKELY(b != NULL && b->refs == 0)) {
+        (void)tl_fail(TL_EINVAL, "%s: nobody holds block %" PRIu32, who, id);
+        return NULL;
+    }
+    return b;
+}
+
+/* Unregisters the oldest cached block and returns its id; there is one. */
+static uint32_t evict_oldest(tl_kv_pool *p) {
+    tl_kv_block *b = tl_kv_block_of(tl_lru_pop_oldest(&p->cached));
+    /* The next victim's group of the index is far away; ask for it while this one is handled. */
+    if (p->cached.len > 0) {
+        tl_map_prefetch_tags(p->index, tl_kv_block_of(p->cached.head.next)->hash);
+    }
+    (void)tl_map_del(p->index, b->hash);
+    b->hash = 0;
+    p->evictions++;
+    return (uint32_t)(b - p->blocks);
+}
+
+/* Takes n blocks that are there: free + cached >= n. */
+static void take_blocks(tl_kv_pool *p, uint32_t n, uint32_t *ids) {
+    const uint32_t *stack = p->free_ids.data;
+    size_t top = p->free_ids.len;
+    uint32_t i = 0;
+    for (; i < n && top > 0; i++) {
+        ids[i] = stack[--top];
+    }
+    p->free_ids.len = top;
+    for (; i < n; i++) {
+        ids[i] = evict_oldest(p);
+    }
+    for (i = 0; i < n; i++) {
+        p->blocks[ids[i]].refs = 1;
+        p->blocks[ids[i]].fill = 0;
+    }
+}
+
+/* TL_OK when n blocks can be taken. */
+static tl_status room_for(const tl_kv_pool *p, uint32_t n, const char *who) {
+    if (TL_UNLIKELY(n > p->free_ids.len + p->cached.len)) {
+        return tl_fail(TL_EFULL, "%s: %" PRIu32 " blocks needed, %zu are free and %zu cached", who,
+                       n, p->free_ids.len, p->cached.len);
+    }
+    return TL_OK;
+}
+
+tl_status tl_kv_alloc(tl_kv_pool *p, uint32_t n, uint32_t *ids) {
+    if (TL_UNLIKELY(p == NULL || (ids == NULL && n > 0))) {
+        return tl_fail(TL_EINVAL, "tl_kv_alloc: %s is NULL", p == NULL ? "p" : "ids");
+    }
+    const tl_status status = room_for(p, n, "tl_kv_alloc");
+    if (status == TL_OK) {
+        take_blocks(p, n, ids);
+    }
+    return status;
+}
+
+void tl_kv_ref(tl_kv_pool *p, uint32_t id) {
+    tl_kv_block *b = held_block_at(p, id, "tl_kv_ref");
+    if (b == NULL) {
+        return;
+    }
+    if (TL_UNLIKELY(b->refs == UINT32_MAX)) {
+        (void)tl_fail(TL_EINVAL, "tl_kv_ref: block %" PRIu32 " has as many references as fit", id);
+        return;
+    }
+    b->refs++;
+}
+
+tl_status tl_kv_unref(tl_kv_pool *p, uint32_t id) {
+    tl_kv_block *b = held_block_at(p, id, "tl_kv_unref");
+    if (b == NULL) {
+        return TL_EINVAL;
+    }
+    if (--b->refs > 0) {
+        return TL_OK;
+    }
+    if (b->hash != 0) {
+        tl_lru_touch(&p->cached, &b->lru);
+    } else { /* room for every id was reserved at create: this never reallocates */
+        ((uint32_t *)p->free_ids.data)[p->free_ids.len++] = id;
+    }
+    return TL_OK;
+}
+
+tl_status tl_kv_cow(tl_kv_pool *p, uint32_t id, uint32_t *out) {
+    if (out == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_cow: out is NULL");
+    }
+    tl_kv_block *b = held_block_at(p, id, "tl_kv_cow");
+    if (b == NULL) {
+        return TL_EINVAL;
+    }
+    if (b->refs == 1) {
+        *out = id;
+        return TL_OK;
+    }
+    const tl_status status = room_for(p, 1, "tl_kv_cow");
+    if (status != TL_OK) {
+        return status;
+    }
+    uint32_t copy;
+    take_blocks(p, 1, &copy);
+    memcpy(p->slab + copy * p->block_bytes, p->slab + id * p->block_bytes, p->block_bytes);
+    p->blocks[copy].fill = b->fill;
+    b->refs--;
+    *out = copy;
+    return TL_OK;
+}
+
+/* ---- contents ------------------------------------------------------------------------------ */
+
+tl_status tl_kv_set_fill(tl_kv_pool *p, uint32_t id, uint32_t n_tokens) {
+    tl_kv_block *b = held_block_at(p, id, "tl_kv_set_fill");
+    if (b == NULL) {
+        return TL_EINVAL;
+    }
+    if (b->hash != 0) {
+        return tl_fail(TL_EINVAL, "tl_kv_set_fill: block %" PRIu32 " is registered: immutable", id);
+    }
+    if (n_tokens > p->cfg.block_tokens) {
+        return tl_fail(TL_EINVAL, "tl_kv_set_fill: n_tokens %" PRIu32 ", a block has %" PRIu32,
+                       n_tokens, p->cfg.block_tokens);
+    }
+    b->fill = n_tokens;
+    return TL_OK;
+}
+
+uint32_t tl_kv_fill(const tl_kv_pool *p, uint32_t id) {
+    const tl_kv_block *b = block_at(p, id, "tl_kv_fill");
+    return b == NULL ? 0 : b->fill;
+}
+
+void *tl_kv_block_ptr(const tl_kv_pool *p, uint32_t id, uint32_t layer, int is_v) {
+    if (block_at(p, id, "tl_kv_block_ptr") == NULL) {
+        return NULL;
+    }
+    if (layer >= p->cfg.n_layers) {
+        (void)tl_fail(TL_EINVAL,
+                      "tl_kv_block_ptr: layer %" PRIu32 " is out of range, the pool has %" PRIu32,
+                      layer, p->cfg.n_layers);
+        return NULL;
+    }
+    const size_t plane = (size_t)layer * 2 + (is_v != 0);
+    return p->slab + id * p->block_bytes + plane * p->plane_bytes;
+}
+
+size_t tl_kv_block_bytes(const tl_kv_pool *p) {
+    if (p == NULL) {
+        tl_set_last_error("tl_kv_block_bytes: p is NULL");
+        return 0;
+    }
+    return p->block_bytes;
+}
+
+/* ---- the prefix index ---------------------------------------------------------------------- */
+
+/*
+ * FNV-1a over the little-endian bytes of parent and tokens, byte by byte: h = (h ^ b) * prime. A
+ * zero byte only multiplies, so a run of zero bytes is one multiplication by a power of the prime.
+ * Token ids are small: most have two zero bytes on top, and the chain is two steps shorter.
+ */
+uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t n) {
+    if (toks == NULL && n > 0) {
+        tl_set_last_error("tl_kv_block_hash: toks is NULL");
+        return 0;
+    }
+    const uint64_t p1 = TL_FNV1A64_PRIME, p2 = p1 * p1, p3 = p2 * p1;
+    uint64_t h = TL_FNV1A64_BASIS;
+    for (int i = 0; i < 8; i++, parent >>= 8) {
+        h = (h ^ (parent & 255u)) * p1;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const uint64_t t = toks[i];
+        h = (h ^ (t & 255u)) * p1;
+        if (TL_LIKELY(t < 1u << 16)) {
+            h = (h ^ (t >> 8)) * p3;
+        } else if (t < 1u << 24) {
+            h = (h ^ ((t >> 8) & 255u)) * p1;
+            h = (h ^ (t >> 16)) * p2;
+        } else {
+            h = (h ^ ((t >> 8) & 255u)) * p1;
+            h = (h ^ ((t >> 16) & 255u)) * p1;
+            h = (h ^ (t >> 24)) * p1;
+        }
+    }
+    return h == 0 ? 1 : h;
+}
+
+tl_status tl_kv_register(tl_kv_pool *p, uint32_t id, uint64_t hash) {
+    tl_kv_block *b = held_block_at(p, id, "tl_kv_register");
+    if (b == NULL) {
+        return TL_EINVAL;
+    }
+    if (hash == 0) {
+        return tl_fail(TL_EINVAL, "tl_kv_register: hash 0 means \"no hash\"");
+    }
+    if (b->fill != p->cfg.block_tokens) {
+        return tl_fail(TL_EINVAL,
+                       "tl_kv_register: block %" PRIu32 " holds %" PRIu32 " of %" PRIu32
+                       " tokens, only full blocks are registered",
+                       id, b->fill, p->cfg.block_tokens);
+    }
+    if (b->hash != 0) {
+        return b->hash == hash
+                   ? TL_OK
+                   : tl_fail(TL_EINVAL,
+                             "tl_kv_register: block %" PRIu32 " is registered under %016" PRIx64,
+                             id, b->hash);
+    }
+    uint64_t holder;
+    const tl_status status = tl_map_insert(p->index, hash, id, &holder);
+    if (status == TL_EBUSY) {
+        return tl_fail(TL_EBUSY, "tl_kv_register: block %" PRIu64 " holds %016" PRIx64 " already",
+                       holder, hash);
+    }
+    if (status == TL_OK) {
+        b->hash = hash;
+    }
+    return status;
+}
+
+tl_status tl_kv_lookup(tl_kv_pool *p, uint64_t hash, uint32_t *id) {
+    if (p == NULL || id == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_lookup: %s is NULL", p == NULL ? "p" : "id");
+    }
+    uint64_t held;
+    if (hash == 0 || !tl_map_get(p->index, hash, &held)) {
+        return TL_ENOTFOUND;
+    }
+    tl_kv_block *b = &p->blocks[held];
+    if (TL_UNLIKELY(b->refs == UINT32_MAX)) {
+        return tl_fail(TL_EINVAL, "tl_kv_lookup: block %" PRIu64 " has as many references as fit",
+                       held);
+    }
+    if (b->refs++ == 0) {
+        tl_lru_remove(&p->cached, &b->lru);
+    }
+    *id = (uint32_t)held;
+    return TL_OK;
+}
+
+/* ---- the wire: bytes ----------------------------------------------------------------------- */
+
+static inline void put_u16(uint8_t *p, uint16_t x) {
+    p[0] = (uint8_t)x;
+    p[1] = (uint8_t)(x >> 8);
+}
+
+static inline void put_u32(uint8_t *p, uint32_t x) {
+    put_u16(p, (uint16_t)x);
+    put_u16(p + 2, (uint16_t)(x >> 16));
+}
+
+static inline void put_u64(uint8_t *p, uint64_t x) {
+    put_u32(p, (uint32_t)x);
+    put_u32(p + 4, (uint32_t)(x >> 32));
+}
+
+static inline uint16_t get_u16(const uint8_t *p) {
+    return (uint16_t)(p[0] | p[1] << 8);
+}
+
+static inline uint32_t get_u32(const uint8_t *p) {
+    return (uint32_t)get_u16(p) | (uint32_t)get_u16(p + 2) << 16;
+}
+
+static inline uint64_t get_u64(const uint8_t *p) {
+    return (uint64_t)get_u32(p) | (uint64_t)get_u32(p + 4) << 32;
+}
+
+/* Copies float16 values between the slab (the host's byte order) and the wire (little-endian). */
+static void copy_f16(void *dst, const void *src, size_t n_bytes) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    uint8_t *d = dst;
+    const uint8_t *s = src;
+    for (size_t i = 0; i + 2 <= n_bytes; i += 2) {
+        d[i] = s[i + 1];
+        d[i + 1] = s[i];
+    }
+#else
+    memcpy(dst, src, n_bytes);
+#endif
+}
+
+#define TRAILER_BYTES 4u  /* the CRC */
+#define RECORD_BYTES  12u /* before each payload: hash and n_tokens */
+
+/* 28 + n * (12 + block_bytes) + 4, or SIZE_MAX when that overflows. */
+static size_t envelope_bytes(uint64_t n, size_t block_bytes) {
+    const size_t fixed = TL_KV_ENVELOPE_HEADER + TRAILER_BYTES;
+    size_t body;
+    if (block_bytes > SIZE_MAX - RECORD_BYTES || n > SIZE_MAX ||
+        !tl_mul_size((size_t)n, RECORD_BYTES + block_bytes, &body) || body > SIZE_MAX - fixed) {
+        return SIZE_MAX;
+    }
+    return fixed + body;
+}
+
+size_t tl_kv_export_bytes(const tl_kv_pool *p, uint32_t n) {
+    if (p == NULL) {
+        tl_set_last_error("tl_kv_export_bytes: p is NULL");
+        return 0;
+    }
+    return envelope_bytes(n, p->block_bytes);
+}
+
+/* ---- export -------------------------------------------------------------------------------- */
+
+/* The payload of a block with `fill` positions: each [block_tokens][head_dim] row set keeps its
+ * first `fill` rows, the rest is zeros; the stale bytes are not read. */
+static void export_payload(const tl_kv_pool *p, uint8_t *dst, const uint8_t *src, uint32_t fill) {
+    if (fill == p->cfg.block_tokens) {
+        copy_f16(dst, src, p->block_bytes);
+        return;
+    }
+    const size_t row_bytes = (size_t)p->cfg.head_dim * 2;
+    const size_t head_bytes = row_bytes * p->cfg.block_tokens;
+    const size_t kept = row_bytes * fill;
+    for (size_t at = 0; at < p->block_bytes; at += head_bytes) {
+        copy_f16(dst + at, src + at, kept);
+        memset(dst + at + kept, 0, head_bytes - kept);
+    }
+}
+
+tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, void *buf, size_t cap,
+                       size_t *written) {
+    if (written == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_export: written is NULL");
+    }
+    *written = 0;
+    if (p == NULL || (ids == NULL && n > 0) || (buf == NULL && cap > 0)) {
+        return tl_fail(TL_EINVAL, "tl_kv_export: %s is NULL",
+                       p == NULL              ? "p"
+                       : ids == NULL && n > 0 ? "ids"
+                                              : "buf");
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const tl_kv_block *b = held_block_at(p, ids[i], "tl_kv_export");
+        if (b == NULL) {
+            return TL_EINVAL;
+        }
+        if (b->fill == 0) {
+            return tl_fail(TL_EINVAL,
+                           "tl_kv_export: block %" PRIu32 " (position %" PRIu32
+                           ") has fill 0, a reader would refuse it",
+                           ids[i], i);
+        }
+    }
+    const size_t size = envelope_bytes(n, p->block_bytes);
+    if (size == SIZE_MAX) {
+        return tl_fail(TL_EINVAL, "tl_kv_export: an envelope of %" PRIu32 " blocks overflows", n);
+    }
+    if (cap < size) {
+        *written = size;
+        return tl_fail(TL_EFULL, "tl_kv_export: %zu bytes needed, the buffer has %zu", size, cap);
+    }
+
+    uint8_t *out = buf;
+    memcpy(out, TL_KV_MAGIC, 4);
+    put_u16(out + 4, TL_KV_FORMAT_V1);
+    put_u16(out + 6, TL_F16);
+    put_u32(out + 8, n);
+    put_u32(out + 12, p->cfg.block_tokens);
+    put_u32(out + 16, p->cfg.n_layers);
+    put_u32(out + 20, p->cfg.n_kv_heads);
+    put_u32(out + 24, p->cfg.head_dim);
+    uint32_t crc = tl_crc32c(out, TL_KV_ENVELOPE_HEADER, 0);
+    out += TL_KV_ENVELOPE_HEADER;
+    for (uint32_t i = 0; i < n; i++) {
+        const tl_kv_block *b = &p->blocks[ids[i]];
+        put_u64(out, b->hash);
+        put_u32(out + 8, b->fill);
+        export_payload(p, out + RECORD_BYTES, p->slab + ids[i] * p->block_bytes, b->fill);
+        crc = tl_crc32c(out, RECORD_BYTES + p->block_bytes, crc); /* still in cache */
+        out += RECORD_BYTES + p->block_bytes;
+    }
+    put_u32(out, crc);
+    *written = size;
+    return TL_OK;
+}
+
+/* ---- import -------------------------------------------------------------------------------- */
+
+/*
+ * The reader rules of formats/kv-block.md, in their order, on untrusted bytes: nothing of the pool
+ * is looked at before rule 5 and nothing is changed at all. *n is the header's n_blocks.
+ */
+static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_t len,
+                                   uint32_t *n) {
+    /* 1. the length is the one its own header announces */
+    if (len < TL_KV_ENVELOPE_HEADER + TRAILER_BYTES) {
+        return tl_fail(TL_EFORMAT, "tl_kv_import: length %zu, an envelope has at least 32 bytes",
+                       len);
+    }
+    const tl_kv_cfg shape = {.n_blocks = get_u32(in + 8),
+                             .block_tokens = get_u32(in + 12),
+                             .n_layers = get_u32(in + 16),
+                             .n_kv_heads = get_u32(in + 20),
+                             .head_dim = get_u32(in + 24)};
+    size_t plane, block;
+    const size_t expected =
+        block_sizes(&shape, &plane, &block) ? envelope_bytes(shape.n_blocks, block) : SIZE_MAX;
+    if (len != expected) {
+        return tl_fail(TL_EFORMAT, "tl_kv_import: length %zu, the header announces %zu", len,
+                       expected);
+    }
+    /* 2. magic */
+    if (memcmp(in, TL_KV_MAGIC, 4) != 0) {
+        return tl_fail(TL_EFORMAT,
+                       "tl_kv_import: magic %02x %02x %02x %02x at offset 0, expected \"TLKV\"",
+                       in[0], in[1], in[2], in[3]);
+    }
+    /* 3. the CRC of everything before it */
+    const uint32_t crc = tl_crc32c(in, len - TRAILER_BYTES, 0);
+    const uint32_t stored = get_u32(in + len - TRAILER_BYTES);
+    if (crc != stored) {
+        return tl_fail(TL_EFORMAT,
+                       "tl_kv_import: CRC-32C %08" PRIx32
+                       " at offset %zu, the bytes have %08" PRIx32,
+                       stored, len - TRAILER_BYTES, crc);
+    }
+    /* 4. version and dtype */
+    if (get_u16(in + 4) != TL_KV_FORMAT_V1) {
+        return tl_fail(TL_EFORMAT, "tl_kv_import: version %u at offset 4, expected 1",
+                       (unsigned)get_u16(in + 4));
+    }
+    if (get_u16(in + 6) != TL_F16) {
+        return tl_fail(TL_EFORMAT, "tl_kv_import: dtype %u at offset 6, expected 1 (f16)",
+                       (unsigned)get_u16(in + 6));
+    }
+    /* 5. the pool's shape */
+    const struct {
+        const char *name;
+        uint32_t found, expected;
+    } dims[] = {{"block_tokens", shape.block_tokens, p->cfg.block_tokens},
+                {"n_layers", shape.n_layers, p->cfg.n_layers},
+                {"n_kv_heads", shape.n_kv_heads, p->cfg.n_kv_heads},
+                {"head_dim", shape.head_dim, p->cfg.head_dim}};
+    for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
+        if (dims[i].found != dims[i].expected) {
+            return tl_fail(TL_ESHAPE,
+                           "tl_kv_import: %s %" PRIu32 " at offset %zu, the pool has %" PRIu32,
+                           dims[i].name, dims[i].found, 12 + 4 * i, dims[i].expected);
+        }
+    }
+    /* 6. the records */
+    size_t at = TL_KV_ENVELOPE_HEADER;
+    for (uint32_t i = 0; i < shape.n_blocks; i++, at += RECORD_BYTES + block) {
+        const uint32_t n_tokens = get_u32(in + at + 8);
+        if (n_tokens == 0 || n_tokens > shape.block_tokens) {
+            return tl_fail(TL_EFORMAT,
+                           "tl_kv_import: n_tokens %" PRIu32 " of block %" PRIu32
+                           " at offset %zu, expected 1 to %" PRIu32,
+                           n_tokens, i, at + 8, shape.block_tokens);
+        }
+        if (get_u64(in + at) != 0 && n_tokens != shape.block_tokens) {
+            return tl_fail(TL_EFORMAT,
+                           "tl_kv_import: block %" PRIu32
+                           " at offset %zu has a hash but only %" PRIu32 " of %" PRIu32 " tokens",
+                           i, at, n_tokens, shape.block_tokens);
+        }
+    }
+    *n = shape.n_blocks;
+    return TL_OK;
+}
+
+tl_status tl_kv_import(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids_out) {
+    if (p == NULL || buf == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_import: %s is NULL", p == NULL ? "p" : "buf");
+    }
+    uint32_t n = 0;
+    tl_status status = validate_envelope(p, buf, len, &n);
+    if (status != TL_OK) {
+        return status;
+    }
+    if (ids_out == NULL && n > 0) {
+        return tl_fail(TL_EINVAL, "tl_kv_import: ids_out is NULL");
+    }
+    status = room_for(p, n, "tl_kv_import");
+    if (status != TL_OK) {
+        return status;
+    }
+    take_blocks(p, n, ids_out);
+    const uint8_t *in = (const uint8_t *)buf + TL_KV_ENVELOPE_HEADER;
+    for (uint32_t i = 0; i < n; i++, in += RECORD_BYTES + p->block_bytes) {
+        tl_kv_block *b = &p->blocks[ids_out[i]];
+        copy_f16(p->slab + ids_out[i] * p->block_bytes, in + RECORD_BYTES, p->block_bytes);
+        b->fill = get_u32(in + 8);
+        const uint64_t hash = get_u64(in);
+        uint64_t holder;
+        /* Of equal hashes the first holder keeps the name; this block then stays private. The
+         * index has room for every block, so nothing else can go wrong. */
+        if (hash != 0 && tl_map_insert(p->index, hash, ids_out[i], &holder) == TL_OK) {
+            b->hash = hash;
+        }
+    }
+    return TL_OK;
+}
