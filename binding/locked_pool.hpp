@@ -1,0 +1,108 @@
+// A tl_kv_pool that many threads may use: one mutex, and memory that outlives the pool for as long
+// as somebody looks at it. Knows nothing of Python (binding/tests runs it under ThreadSanitizer).
+//
+//   LockedPool -- mutex
+//       |
+//       +--> shared_ptr<Memory> <---- one share for each view's owner
+//                  |
+//                  +--> tl_kv_pool (records, index, slab)
+//
+// close() gives up the pool's share: later operations fail, while views keep what they look at. The
+// pool is destroyed with the last share.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "tinyllm.h"
+
+namespace kvpool {
+
+// What a failed call left behind, copied on the thread that made the call: the error slot belongs
+// to that thread and to its latest failure only. text is undefined while status is TL_OK.
+struct Failure {
+    tl_status status = TL_OK;
+    char text[TL_LAST_ERROR_CAP];
+
+    Failure() {}
+
+    void capture(tl_status st) noexcept {
+        status = st;
+        std::strncpy(text, tl_last_error(), sizeof text - 1);
+        text[sizeof text - 1] = '\0';
+    }
+};
+
+class Memory {
+public:
+    explicit Memory(tl_kv_pool *pool) noexcept : pool_(pool) {}
+    Memory(const Memory &) = delete;
+    Memory &operator=(const Memory &) = delete;
+    ~Memory() {
+        tl_kv_pool_destroy(pool_);
+    }
+
+    tl_kv_pool *get() const noexcept {
+        return pool_;
+    }
+
+private:
+    tl_kv_pool *pool_;
+};
+
+class LockedPool {
+public:
+    explicit LockedPool(std::shared_ptr<Memory> memory) noexcept : memory_(std::move(memory)) {}
+
+    // Runs op(tl_kv_pool *) -> tl_status under the mutex and keeps its error text in `failure`. op
+    // may fail on its own account: it sets the slot with tl_set_last_error and returns the status.
+    // op must not throw, and must not wait for anything that a waiter for this mutex could hold.
+    template <class Op> tl_status run(Op &&op, Failure &failure) noexcept {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return locked(op, failure);
+    }
+
+    // The same when the mutex is free at once; false, and nothing done, when it is not.
+    template <class Op> bool try_run(Op &&op, Failure &failure) noexcept {
+        std::unique_lock<std::mutex> guard(mutex_, std::try_to_lock);
+        if (!guard.owns_lock()) {
+            return false;
+        }
+        locked(op, failure);
+        return true;
+    }
+
+    // The pool's share of the memory, empty when it was closed before. The caller drops it outside
+    // the mutex: giving a large slab back to the system takes a while.
+    std::shared_ptr<Memory> close() noexcept {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return std::exchange(memory_, nullptr);
+    }
+
+    bool closed() noexcept {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return memory_ == nullptr;
+    }
+
+private:
+    template <class Op> tl_status locked(Op &&op, Failure &failure) noexcept {
+        tl_status st;
+        if (memory_ == nullptr) {
+            tl_set_last_error("the pool is closed");
+            st = TL_EINVAL;
+        } else {
+            st = op(memory_->get());
+        }
+        if (st != TL_OK) {
+            failure.capture(st);
+        }
+        return st;
+    }
+
+    std::mutex mutex_;
+    std::shared_ptr<Memory> memory_; // guarded by mutex_
+};
+
+} // namespace kvpool
