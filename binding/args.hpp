@@ -78,10 +78,18 @@ extern template class Ints<uint64_t>;
 // One integer 0 .. UINT32_MAX (or UINT64_MAX).
 template <class T> inline T scalar_arg(nb::handle value, const char *name) {
     if (PyLong_CheckExact(value.ptr())) {
-        int overflow;
-        long long x = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
-        if (overflow == 0 && x >= 0 && static_cast<unsigned long long>(x) <= T(-1)) {
-            return static_cast<T>(x);
+        if constexpr (sizeof(T) == 8) {
+            unsigned long long x = PyLong_AsUnsignedLongLong(value.ptr());
+            if (x != ~0ull || !PyErr_Occurred()) {
+                return x;
+            }
+            PyErr_Clear();
+        } else {
+            int overflow;
+            long long x = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+            if (overflow == 0 && x >= 0 && x <= static_cast<long long>(T(-1))) {
+                return static_cast<T>(x);
+            }
         }
     }
     return Ints<T>(value, name, Form::scalar)[0];

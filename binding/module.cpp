@@ -92,7 +92,7 @@ NB_MODULE(_core, m) {
     m.def("block_hashes", &block_hashes, "tokens"_a.none(), "block_tokens"_a.none() = 16,
           "parent"_a.none() = 0,
           nb::sig("def block_hashes(tokens: Array, block_tokens: Int = 16, parent: Int = 0) -> "
-                  "NDArray[np.uint64]"),
+                  "NDArray[numpy.uint64]"),
           docs::block_hashes);
     m.def("crc32c", &crc32c, "buffer"_a.none(), "crc"_a.none() = 0,
           nb::sig("def crc32c(buffer: Buffer, crc: Int = 0) -> int"), docs::crc32c);

@@ -440,7 +440,14 @@ nb::object Pool::stats() {
         tl_kv_stats_get(p, &s);
         return TL_OK;
     });
-    return nb::handle(stats_class)(s.free, s.used, s.cached, s.evictions);
+    // What tuple.__new__ does for a subclass, without the detour through Stats.__new__.
+    auto *type = reinterpret_cast<PyTypeObject *>(stats_class);
+    nb::object result = checked(type->tp_alloc(type, 4));
+    const uint32_t fields[4] = {s.free, s.used, s.cached, s.evictions};
+    for (Py_ssize_t i = 0; i < 4; i++) {
+        PyTuple_SET_ITEM(result.ptr(), i, int_object(fields[i]).release().ptr());
+    }
+    return result;
 }
 
 void Pool::check() {
@@ -498,8 +505,8 @@ void bind_pool(nb::module_ &m) {
             "n_blocks"_a.none(), "block_tokens"_a.none() = 16, nb::kw_only(),
             "n_layers"_a.none(), "n_kv_heads"_a.none(), "head_dim"_a.none(),
             "touch"_a.none() = false, "huge_pages"_a.none() = true,
-            nb::sig("def __init__(self, n_blocks: int, block_tokens: int = 16, *, n_layers: int, "
-                    "n_kv_heads: int, head_dim: int, touch: bool = False, "
+            nb::sig("def __init__(self, n_blocks: Int, block_tokens: Int = 16, *, n_layers: Int, "
+                    "n_kv_heads: Int, head_dim: Int, touch: bool = False, "
                     "huge_pages: bool = True) -> None"))
 
         .def("alloc", &Pool::alloc, "n"_a.none() = nb::none(),
@@ -522,14 +529,14 @@ void bind_pool(nb::module_ &m) {
         .def("lookup", &Pool::lookup, "hashes"_a.none(),
              nb::sig("def lookup(self, hashes: Ints) -> object"), d::lookup)
         .def("block", &Pool::block, "id"_a.none(),
-             nb::sig("def block(self, id: Int) -> NDArray[np.float16]"), d::block)
-        .def_prop_ro("slab", &Pool::slab, nb::sig("def slab(self) -> NDArray[np.float16]"), d::slab)
+             nb::sig("def block(self, id: Int) -> NDArray[numpy.float16]"), d::block)
+        .def_prop_ro("slab", &Pool::slab, nb::sig("def slab(self) -> NDArray[numpy.float16]"), d::slab)
         .def("export", &Pool::export_, "ids"_a.none(),
              nb::sig("def export(self, ids: Array) -> bytes"), d::export_)
         .def("export_bytes", &Pool::export_bytes, "n"_a.none(),
              nb::sig("def export_bytes(self, n: Int) -> int"), d::export_bytes)
         .def("import_", &Pool::import_, "buffer"_a.none(),
-             nb::sig("def import_(self, buffer: Buffer) -> NDArray[np.uint32]"), d::import_)
+             nb::sig("def import_(self, buffer: Buffer) -> NDArray[numpy.uint32]"), d::import_)
         .def("check", &Pool::check, d::check)
         .def("close", &Pool::close, d::close)
 
@@ -547,18 +554,18 @@ void bind_pool(nb::module_ &m) {
         .def_prop_ro("meta_bytes", &Pool::meta_bytes, d::meta_bytes)
 
         .def("__enter__", [](nb::handle self) { return nb::borrow(self); },
-             nb::sig("def __enter__(self) -> typing.Self"))
+             nb::sig("def __enter__(self) -> Self"))
         .def("__exit__", [](Pool &p, nb::args) { p.close(); },
              nb::sig("def __exit__(self, *exc_info: object) -> None"))
         .def("__repr__", [](nb::handle self) { return nb::cast<Pool &>(self).repr(self); },
              nb::sig("def __repr__(self) -> str"))
         .def("__reduce_ex__", [](Pool &, nb::handle) { refuse_copy("pickled"); },
-             nb::sig("def __reduce_ex__(self, protocol: typing.SupportsIndex, /) -> "
-                     "typing.NoReturn"))
+             nb::sig("def __reduce_ex__(self, protocol: SupportsIndex, /) -> "
+                     "NoReturn"))
         .def("__copy__", [](Pool &) { refuse_copy("copied"); },
-             nb::sig("def __copy__(self) -> typing.NoReturn"))
+             nb::sig("def __copy__(self) -> NoReturn"))
         .def("__deepcopy__", [](Pool &, nb::handle) { refuse_copy("copied"); },
-             nb::sig("def __deepcopy__(self, memo: object, /) -> typing.NoReturn"));
+             nb::sig("def __deepcopy__(self, memo: object, /) -> NoReturn"));
 }
 
 } // namespace kvpool

@@ -25,6 +25,7 @@ array([0, 1])
 from __future__ import annotations
 
 from . import errors
+from ._config import get_include, get_library
 from ._core import Pool, abi_version, block_hash, block_hashes, crc32c
 from ._stats import Stats
 from .errors import (
@@ -65,4 +66,6 @@ __all__ = [
     "block_hashes",
     "crc32c",
     "errors",
+    "get_include",
+    "get_library",
 ]

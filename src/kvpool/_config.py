@@ -1,0 +1,41 @@
+"""Where the installed C headers and the shared library are, for programs that use them from C."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import _core
+
+__all__ = ["get_include", "get_library"]
+
+# Headers and library lie beside the compiled module, which in an editable install is not where the
+# Python files are.
+_ROOT = Path(_core.__file__).parent
+
+
+def get_include() -> str:
+    """The directory to give a C compiler with ``-I``: it holds ``tinyllm.h`` and ``tinyllm/``.
+
+    >>> import os, kvpool
+    >>> sorted(os.listdir(kvpool.get_include()))
+    ['tinyllm', 'tinyllm.h']
+    """
+    return str(_ROOT / "include")
+
+
+def get_library() -> str:
+    """The shared library ``libtinyllm``, the same code that this package runs.
+
+    Link a program with ``-L`` and ``-Wl,-rpath`` for its directory and ``-ltinyllm``.
+
+    Raises ``FileNotFoundError`` when the package was built without it.
+
+    >>> import kvpool
+    >>> kvpool.get_library().endswith(("libtinyllm.so", "libtinyllm.dylib"))
+    True
+    """
+    for name in ("libtinyllm.so", "libtinyllm.dylib"):
+        path = _ROOT / "lib" / name
+        if path.exists():
+            return str(path)
+    raise FileNotFoundError(f"no libtinyllm under {_ROOT / 'lib'}")

@@ -1,0 +1,531 @@
+"""
+The compiled part of kvpool: Pool and the functions of the wire format. Import them from kvpool.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, overload
+
+import numpy
+from numpy.typing import NDArray
+from typing_extensions import Buffer, Self
+
+from kvpool._stats import Stats
+
+
+Int: TypeAlias = int | numpy.integer[Any]
+Array: TypeAlias = Sequence[int] | Sequence[numpy.integer[Any]] | NDArray[numpy.integer[Any]]
+Ints: TypeAlias = Int | Array
+
+__file__: str
+
+abi_version: int = 1
+
+class Pool:
+    """
+    A slab of KV cache blocks with reference counts, a prefix index and a wire format.
+
+    A block holds K and V of ``block_tokens`` consecutive positions, for every layer and KV head, as
+    float16 ``(n_layers, 2, n_kv_heads, block_tokens, head_dim)``: index 0 of the second axis is K,
+    1 is V. Every block is free, used (held by somebody) or cached (held by nobody, but findable under
+    the hash it is registered with, until its memory is needed).
+
+    Args:
+        n_blocks: blocks in the pool, at least 1.
+        block_tokens: token positions in a block, at least 1.
+        n_layers, n_kv_heads, head_dim: the model's dimensions, each at least 1.
+        touch: touch every page of the slab now: slow to create, no page faults later.
+        huge_pages: advise the system to back the slab with huge pages.
+
+    The slab takes ``n_blocks * block_bytes`` bytes of address space at once, and memory as its pages
+    are first touched; its contents are undefined until they are written.
+
+    Scalars in, scalars out; arrays in, arrays out. Ids and hashes may be ints, lists, tuples, ranges or
+    1-D arrays of any integer dtype. A call that raises has changed nothing. All methods may be called
+    from many threads at once: one lock a pool, waited for without the GIL, which is also released
+    while bulk bytes are copied. The values behind ``block`` and ``slab`` are not locked: only a holder
+    with the only reference to an unregistered block may write it.
+
+    ``close`` (or the end of a ``with`` block) ends the pool; views stay valid, and the memory is given
+    back with the last of them. A pool cannot be pickled or copied: blocks move as ``export`` bytes.
+
+    Raises:
+        InvalidArgument: a dimension is 0 or too large, or the slab's size overflows.
+        MemoryError: the slab or the records cannot be had; nothing is leaked.
+
+    Source: seed section 2.1; Kwon et al., Efficient Memory Management for Large Language Model Serving
+    with PagedAttention (SOSP 2023), sections 4.1 to 4.4.
+
+    >>> pool = kvpool.Pool(n_blocks=4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
+    >>> pool
+    Pool(n_blocks=4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2; free=4, used=0, cached=0, evictions=0)
+    >>> with pool:
+    ...     id = pool.alloc()
+    ...     pool.block(id).shape
+    (1, 2, 1, 2, 2)
+    >>> pool.closed
+    True
+    """
+
+    def __init__(self, n_blocks: Int, block_tokens: Int = 16, *, n_layers: Int, n_kv_heads: Int, head_dim: Int, touch: bool = False, huge_pages: bool = True) -> None: ...
+
+    @overload
+    def alloc(self, n: None = None) -> int:
+        """
+        Takes ``n`` blocks, or one when ``n`` is left out: all or nothing.
+
+        Returns uint32 ``(n,)``, or an int without ``n``. Each block has one reference and fill 0; its
+        contents are undefined. Free blocks are taken first, then cached ones, the least recently used
+        first: those are evicted, which unregisters them and counts in ``stats.evictions``.
+
+        Raises:
+            PoolFull: fewer than ``n`` blocks are free or cached; the text has the numbers.
+            InvalidArgument: ``n`` is no integer from 0 to 2**32 - 1, or the pool is closed.
+
+        Source: seed section 2.1.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> pool.alloc()
+        0
+        >>> pool.alloc(3)
+        array([1, 2, 3], dtype=uint32)
+        """
+    @overload
+    def alloc(self, n: Int) -> NDArray[numpy.uint32]: ...
+
+    def ref(self, ids: Ints) -> None:
+        """
+        Adds one reference to each block: a fork does this to every block of its parent.
+
+        An id that appears k times gets k references.
+
+        Raises:
+            InvalidArgument: an id is out of range or nobody holds the block (or it has 2**32 - 1
+                references); the text names the position, and no block has changed.
+
+        Source: seed section 2.2.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> ids = pool.alloc(2)
+        >>> pool.ref(ids)
+        >>> pool.refs(ids)
+        array([2, 2], dtype=uint32)
+        """
+
+    def unref(self, ids: Ints) -> None:
+        """
+        Takes one reference from each block.
+
+        A block without references becomes cached when it is registered, else free. An id that appears k
+        times loses k references: ``unref([b, b])`` on a block with one is an error that changes nothing.
+
+        Raises:
+            InvalidArgument: an id is out of range, nobody holds the block, or it is mentioned more often
+                than it has references; the text names the position, and no block has changed.
+
+        Source: seed section 2.1.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> ids = pool.alloc(2)
+        >>> pool.unref(ids)
+        >>> pool.unref(int(ids[0]))
+        Traceback (most recent call last):
+        kvpool.errors.InvalidArgument: tl_kv_unref: nobody holds block 0
+        """
+
+    @overload
+    def refs(self, ids: Int) -> int:
+        """
+        How many references each block has: 0 for free and cached blocks.
+
+        Returns an int for one id, uint32 ``(n,)`` for a row.
+
+        Raises:
+            InvalidArgument: an id is out of range.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> id = pool.alloc()
+        >>> pool.refs(id), pool.refs([0, 1])
+        (1, array([1, 0], dtype=uint32))
+        """
+    @overload
+    def refs(self, ids: Array) -> NDArray[numpy.uint32]: ...
+
+    @overload
+    def cow(self, ids: Int) -> int:
+        """
+        Makes blocks that the caller may write: copy on write.
+
+        With one reference a block is returned as it is. With more, a new block gets the contents and the
+        fill, the caller's reference moves to it from the original, and the copy, which is not registered,
+        is returned. Returns an int for one id; for a row uint32 ``(n,)``, as if the ids were given one by
+        one, but all or nothing. A registered block at one reference comes back as itself and must not be
+        written: whoever has to change one allocates, copies and unrefs the original.
+
+        Raises:
+            PoolFull: there is no room for the copies.
+            InvalidArgument: an id is out of range or nobody holds the block.
+
+        Source: seed section 2.2.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> id = pool.alloc()
+        >>> pool.cow(id)                 # the only holder writes in place
+        0
+        >>> pool.ref(id)                 # a fork ...
+        >>> pool.cow(id)                 # ... writes into a copy
+        1
+        >>> pool.refs([0, 1])
+        array([1, 1], dtype=uint32)
+        """
+    @overload
+    def cow(self, ids: Array) -> NDArray[numpy.uint32]: ...
+
+    @overload
+    def set_fill(self, ids: Int, n_tokens: Int) -> None:
+        """
+        Says how many positions of each block hold data: 0 to ``block_tokens``.
+
+        ``n_tokens`` is one number for all, or one for each id. Positions past the fill are exported as
+        zeros, and only full blocks can be registered.
+
+        Raises:
+            InvalidArgument: a fill is above ``block_tokens``, a block is registered (and thus immutable),
+                nobody holds it, an id is out of range, or the lengths differ; no block has changed.
+
+        Source: seed section 2.1.
+
+        >>> pool = kvpool.Pool(4, block_tokens=16, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> ids = pool.alloc(2)
+        >>> pool.set_fill(ids, [16, 3])
+        >>> pool.fill(ids)
+        array([16,  3], dtype=uint32)
+        """
+    @overload
+    def set_fill(self, ids: Array, n_tokens: Ints) -> None: ...
+
+    @overload
+    def fill(self, ids: Int) -> int:
+        """
+        How many positions of each block hold data.
+
+        Returns an int for one id, uint32 ``(n,)`` for a row.
+
+        Raises:
+            InvalidArgument: an id is out of range.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> pool.fill(pool.alloc())
+        0
+        """
+    @overload
+    def fill(self, ids: Array) -> NDArray[numpy.uint32]: ...
+
+    @overload
+    def register(self, ids: Int, hashes: Int) -> bool:
+        """
+        Makes full blocks findable under their hashes, and immutable from now on.
+
+        Returns True when the block carries the hash afterwards, False when another block holds that hash:
+        the normal answer when two requests computed equal blocks; the block stays a private copy. For rows:
+        bool ``(n,)``, in order, all or nothing. Write the values before registering them.
+
+        Raises:
+            InvalidArgument: a hash is 0, a block is not full, nobody holds it, it is registered under
+                another hash, an id is out of range, or the lengths differ; nothing was registered.
+
+        Source: seed section 2.3.
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> ids = pool.alloc(2)
+        >>> pool.set_fill(ids, 2)
+        >>> h = kvpool.block_hash(0, [1, 2])
+        >>> pool.register(ids, [h, h])
+        array([ True, False])
+        """
+    @overload
+    def register(self, ids: Array, hashes: Array) -> NDArray[numpy.bool_]: ...
+
+    @overload
+    def hash(self, ids: Int) -> int | None:
+        """
+        The hash each block is registered under.
+
+        Returns an int, or None for a block without one; for a row uint64 ``(n,)`` with 0 for none.
+
+        Raises:
+            InvalidArgument: an id is out of range.
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> id = pool.alloc()
+        >>> pool.hash(id) is None
+        True
+        >>> pool.set_fill(id, 2)
+        >>> pool.register(id, 7)
+        True
+        >>> pool.hash([id, 1])
+        array([7, 0], dtype=uint64)
+        """
+    @overload
+    def hash(self, ids: Array) -> NDArray[numpy.uint64]: ...
+
+    @overload
+    def lookup(self, hashes: Int) -> int | None:
+        """
+        Finds registered blocks by hash and takes a reference on each one found.
+
+        Returns the block's id, or None for a miss, which is the normal answer for a new prompt. For a row:
+        int64 ``(n,)`` with -1 for misses; each hash is looked up, also behind a miss. A cached block is
+        used again afterwards, with its contents intact. Hash 0 is a miss. The hash of the format can be
+        collided on purpose: compare the tokens before trusting a hit from outside.
+
+        Raises:
+            InvalidArgument: a hash is no integer from 0 to 2**64 - 1, or a block has 2**32 - 1 references;
+                no reference was taken.
+
+        Source: seed section 2.3.
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> id = pool.alloc()
+        >>> pool.set_fill(id, 2)
+        >>> pool.register(id, 7)
+        True
+        >>> pool.unref(id)               # cached from now on
+        >>> pool.lookup(7), pool.lookup(8)
+        (0, None)
+        >>> pool.lookup([7, 8])
+        array([ 0, -1])
+        >>> pool.refs(0)
+        2
+        """
+    @overload
+    def lookup(self, hashes: Array) -> NDArray[numpy.int64]: ...
+
+    def block(self, id: Int) -> NDArray[numpy.float16]:
+        """
+        A view of one block's values: no copy, writable.
+
+        Returns float16 ``(n_layers, 2, n_kv_heads, block_tokens, head_dim)``, C-contiguous; index 0 of the
+        second axis is K, 1 is V. The view keeps the memory alive, also after ``close``. It is a NumPy
+        array: the buffer protocol and DLPack hand it on without a copy. Its values mean something while the
+        caller holds the block, and may be written by a holder with the only reference to an unregistered
+        block; nothing checks that here.
+
+        Raises:
+            InvalidArgument: the id is out of range, or the pool is closed.
+
+        Source: seed section 2.1 (the layout of the slab).
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> id = pool.alloc()
+        >>> k, v = pool.block(id)[0]     # layer 0
+        >>> k[:] = 1.0                   # (n_kv_heads, block_tokens, head_dim)
+        >>> bool((pool.slab[id, 0, 0] == 1.0).all())
+        True
+        """
+
+    @property
+    def slab(self) -> NDArray[numpy.float16]:
+        """
+        A view of all blocks' values: no copy, writable.
+
+        float16 ``(n_blocks, n_layers, 2, n_kv_heads, block_tokens, head_dim)``, C-contiguous. Index it with
+        an array of ids to gather a sequence's blocks. The rules of ``block`` hold.
+
+        Raises:
+            InvalidArgument: the pool is closed.
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> ids = pool.alloc(3)
+        >>> pool.slab[ids, 0, 0].shape   # K of layer 0: (blocks, n_kv_heads, block_tokens, head_dim)
+        (3, 1, 2, 4)
+        """
+
+    def export(self, ids: Array) -> bytes:
+        """
+        Writes held blocks into an envelope: bytes that another process can import.
+
+        ``ids`` is a row, in the order of the sequence; an id may appear more than once. The envelope has
+        each block's hash, fill and values, with zeros past the fill, and a CRC-32C; it is a function of
+        the blocks' data alone. The GIL is released for large ones.
+
+        Raises:
+            InvalidArgument: an id is out of range, nobody holds the block, or its fill is 0.
+            MemoryError: no memory for the bytes.
+
+        Source: seed section 2.4; formats/kv-block.md.
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
+        >>> ids = pool.alloc(1)
+        >>> pool.set_fill(ids, 1)
+        >>> pool.export(ids)[:4], len(pool.export(ids)) == pool.export_bytes(1)
+        (b'TLKV', True)
+        """
+
+    def export_bytes(self, n: Int) -> int:
+        """
+        The size in bytes of an envelope of ``n`` blocks: 28 + n * (12 + block_bytes) + 4.
+
+        Raises:
+            InvalidArgument: ``n`` is no integer from 0 to 2**32 - 1, or the size overflows 64 bits.
+
+        Source: seed section 2.4.
+
+        >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
+        >>> pool.export_bytes(1)
+        60
+        """
+
+    def check(self) -> None:
+        """
+        Compares everything the pool stores twice, and raises at the first disagreement.
+
+        Every block in exactly one state, the free list without duplicates, the LRU list, the index against
+        the records in both directions, fills and counts. For tests and debugging; O(n_blocks).
+
+        Raises:
+            KvPoolError: the pool disagrees with itself: a bug in the library, or a stray write.
+            InvalidArgument: the pool is closed.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> pool.check()
+        """
+
+    def close(self) -> None:
+        """
+        Ends the pool; again is allowed, and does nothing.
+
+        Waits for the call that is under way in another thread. Every later operation raises
+        ``InvalidArgument``; the configuration can still be read. Views stay valid and keep the memory; it
+        is given back with the last view, at once when there is none.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> view = pool.block(0)
+        >>> pool.close()
+        >>> view[:] = 1.0
+        >>> pool.alloc()
+        Traceback (most recent call last):
+        kvpool.errors.InvalidArgument: the pool is closed
+        """
+
+    @property
+    def stats(self) -> Stats:
+        """
+        Stats(free, used, cached, evictions): blocks in each state, counted in O(1).
+
+        Raises:
+            InvalidArgument: the pool is closed.
+
+        >>> pool = kvpool.Pool(4, n_layers=1, n_kv_heads=1, head_dim=4)
+        >>> pool.stats.free
+        4
+        """
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Token positions in a block."""
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head's K or V vector."""
+
+    @property
+    def dtype(self) -> str:
+        """What the values are: 'float16', the only dtype of format 1."""
+
+    @property
+    def format(self) -> int:
+        """The version of the wire format: 1."""
+
+    @property
+    def block_bytes(self) -> int:
+        """
+        Bytes of one block's values: n_layers * 2 * n_kv_heads * block_tokens * head_dim * 2.
+        """
+
+    @property
+    def meta_bytes(self) -> int:
+        """
+        Bytes the pool has allocated besides its slab: records, free list, index.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def __repr__(self) -> str: ...
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn: ...
+
+    def __copy__(self) -> NoReturn: ...
+
+    def __deepcopy__(self, memo: object, /) -> NoReturn: ...
+
+def block_hash(parent: Int, tokens: Array) -> int:
+    """
+    The name of a full block: chained FNV-1a 64 over the parent's hash and the token ids.
+
+    ``parent`` is the hash of the block before it, 0 for the first; ``tokens`` is a row of ints from 0 to
+    2**32 - 1. Equal hashes mean equal prefixes, unless somebody forged them: the hash is not
+    cryptographic. Never 0, which means "no hash".
+
+    Raises:
+        InvalidArgument: a token or the parent is out of range.
+
+    Source: seed section 2.3.
+
+    >>> hex(kvpool.block_hash(0, [1, 2]))
+    '0xa91ab0c1027b9366'
+    >>> hex(kvpool.block_hash(0xA91AB0C1027B9366, [3, 4]))
+    '0x3df829571605c60'
+    """
+
+def block_hashes(tokens: Array, block_tokens: Int = 16, parent: Int = 0) -> NDArray[numpy.uint64]:
+    """
+    The hashes of a prompt's full blocks, each chained to the one before.
+
+    Returns uint64 ``(len(tokens) // block_tokens,)``: a partial block at the end has no hash. ``parent``
+    is the root of the chain: 0, or the hash of the last full block when a longer prompt goes on. The
+    GIL is released for long prompts.
+
+    Raises:
+        InvalidArgument: a token or the parent is out of range, or ``block_tokens`` is 0.
+
+    Source: seed section 2.3.
+
+    >>> [hex(h) for h in kvpool.block_hashes([1, 2, 3, 4, 5], block_tokens=2)]
+    ['0xa91ab0c1027b9366', '0x3df829571605c60']
+    """
+
+def crc32c(buffer: Buffer, crc: Int = 0) -> int:
+    """
+    CRC-32C (Castagnoli) of a C-contiguous buffer; ``crc`` continues an earlier result.
+
+    The checksum of the wire format: reflected polynomial 0x82F63B78, initial value and final XOR
+    0xFFFFFFFF. The GIL is released for large buffers.
+
+    Raises:
+        InvalidArgument: the buffer is not contiguous, or no buffer; ``crc`` is not in 0 .. 2**32 - 1.
+
+    Source: seed section 2.4.
+
+    >>> hex(kvpool.crc32c(b"123456789"))
+    '0xe3069283'
+    >>> kvpool.crc32c(b"6789", kvpool.crc32c(b"12345")) == kvpool.crc32c(b"123456789")
+    True
+    """
