@@ -64,7 +64,7 @@ typedef struct tl_map tl_map;
 /*
  * A table that takes `hint` keys, through any history of puts and deletes, without allocating
  * again. Every u64 is a legal key. hint 0 is legal. TL_EINVAL: out NULL, or a size that overflows;
- * TL_ENOMEM. *out is NULL on failure. O(hint). Memory: 16 * 16 / 13, about 20 bytes a key.
+ * TL_ENOMEM. *out is NULL on failure. O(hint). Memory: 256 / 11, about 24 bytes a key.
  */
 TL_API tl_status tl_map_create(size_t hint, tl_map **out);
 

@@ -1,13 +1,27 @@
-/* list.h - linking and unlinking a node of a circular list; shared by list.c's users in ds/. */
+/*
+ * list.h - the operations of tl_lru as inline functions. lru.c exports them; the pool, which does
+ * one or two for each block that changes hands, uses them directly.
+ */
 #ifndef TL_DS_LIST_H
 #define TL_DS_LIST_H
 
 #include "tinyllm/ds.h"
 
-/* Links n, which is in no list, just before `at`. */
-void tl_list_insert_before(tl_list_node *at, tl_list_node *n);
+/* Unlinks n, which is in l, and marks it as being in no list. */
+static inline void tl_lru_unlink(tl_lru *l, tl_list_node *n) {
+    n->prev->next = n->next;
+    n->next->prev = n->prev;
+    n->prev = n->next = NULL;
+    l->len--;
+}
 
-/* Unlinks n, which is in a list, and marks it as being in none. */
-void tl_list_unlink(tl_list_node *n);
+/* Links n, which is in no list, at the newest end: just before the sentinel. */
+static inline void tl_lru_push_newest(tl_lru *l, tl_list_node *n) {
+    n->prev = l->head.prev;
+    n->next = &l->head;
+    l->head.prev->next = n;
+    l->head.prev = n;
+    l->len++;
+}
 
 #endif /* TL_DS_LIST_H */

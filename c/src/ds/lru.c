@@ -1,4 +1,5 @@
-/* lru.c (ds.03) - least recently used order; the picture is in ds.h. */
+/* lru.c (ds.03) - least recently used order over an intrusive circular list; the picture is in
+ * ds.h. */
 #include "ds/list.h"
 
 void tl_lru_init(tl_lru *l) {
@@ -13,16 +14,13 @@ void tl_lru_touch(tl_lru *l, tl_list_node *n) {
         return;
     }
     tl_lru_remove(l, n);
-    tl_list_insert_before(&l->head, n); /* before the sentinel: the newest end */
-    l->len++;
+    tl_lru_push_newest(l, n);
 }
 
 void tl_lru_remove(tl_lru *l, tl_list_node *n) {
-    if (l == NULL || n == NULL || n->next == NULL) {
-        return;
+    if (l != NULL && n != NULL && n->next != NULL) {
+        tl_lru_unlink(l, n);
     }
-    tl_list_unlink(n);
-    l->len--;
 }
 
 tl_list_node *tl_lru_pop_oldest(tl_lru *l) {
@@ -30,6 +28,6 @@ tl_list_node *tl_lru_pop_oldest(tl_lru *l) {
         return NULL;
     }
     tl_list_node *oldest = l->head.next;
-    tl_lru_remove(l, oldest);
+    tl_lru_unlink(l, oldest);
     return oldest;
 }

@@ -20,7 +20,7 @@
  * unlucky call for as long as a rebuild takes, half a second at ten million keys. The counts cost
  * one slot of 16 and keep every call short.
  *
- * The load is 13 keys for 15 slots at most (on average over the groups), so there is always an
+ * The load is 11 keys for 15 slots at most (on average over the groups), so there is always an
  * empty slot and an insertion ends. Block hashes can be chosen by whoever writes the prompt, so
  * home and tag come from a mix with a secret of the process: nobody can aim at one group.
  */
@@ -42,7 +42,7 @@
 #endif
 
 #define GROUP_SLOTS 15u
-#define GROUP_LOAD  13u /* keys a group, on average, before the table grows */
+#define GROUP_LOAD  11u /* keys a group, on average, before the table grows */
 #define OVER        15u /* the index of the overflow count among the 16 control bytes */
 #define OVER_MAX    255u
 #define SLOT_MASK   0x7FFFu
@@ -91,13 +91,21 @@ static uint64_t process_secret(void) {
     return s;
 }
 
-/* The finalizer of splitmix64 over the key and the secret: every input bit reaches every output
- * bit. The upper half picks the group, the low byte is the tag. */
+/*
+ * The key and the secret, multiplied to 128 bits and folded: every bit of the key reaches every bit
+ * of the result, and which ones cannot be told without the secret. The upper half picks the group,
+ * the low byte is the tag.
+ */
 static inline uint64_t mix(const tl_map *m, uint64_t k) {
+#if defined(__SIZEOF_INT128__)
+    __extension__ typedef unsigned __int128 u128;
+    const u128 product = (u128)(k ^ m->secret) * (m->secret ^ 0x9E3779B97F4A7C15u);
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+#else
     k = (k ^ m->secret) * 0xBF58476D1CE4E5B9u;
-    k ^= k >> 32;
-    k *= m->secret;
+    k = (k ^ (k >> 32)) * m->secret;
     return k ^ (k >> 29);
+#endif
 }
 
 static inline size_t home_of(const tl_map *m, uint64_t h) {
@@ -351,6 +359,13 @@ size_t tl_map_len(const tl_map *m) {
 
 void tl_map_prefetch_tags(const tl_map *m, uint64_t k) {
     TL_PREFETCH(&m->groups[home_of(m, mix(m, k))]);
+}
+
+void tl_map_prefetch_group(const tl_map *m, uint64_t k) {
+    const char *g = (const char *)&m->groups[home_of(m, mix(m, k))];
+    for (size_t line = 0; line < sizeof(group); line += 64) {
+        TL_PREFETCH(g + line);
+    }
 }
 
 void tl_map_prefetch_slot(const tl_map *m, uint64_t k) {

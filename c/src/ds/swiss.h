@@ -14,6 +14,9 @@ tl_status tl_map_insert(tl_map *m, uint64_t k, uint64_t v, uint64_t *held);
 void tl_map_prefetch_tags(const tl_map *m, uint64_t k);
 void tl_map_prefetch_slot(const tl_map *m, uint64_t k);
 
+/* For one lookup that comes later: all four lines of the home group of k. */
+void tl_map_prefetch_group(const tl_map *m, uint64_t k);
+
 /* Bytes allocated for the table, and whether its counts agree with its contents (for tl_kv_check
  * and the tests; the slot says what does not). O(size of the table). */
 size_t tl_map_bytes(const tl_map *m);

@@ -12,16 +12,18 @@
 #define TL_LIKELY(x)         __builtin_expect(!!(x), 1)
 #define TL_UNLIKELY(x)       __builtin_expect(!!(x), 0)
 #define TL_PREFETCH(p)       __builtin_prefetch((p), 1)
+#define TL_COLD              __attribute__((cold, noinline))
 #else
 #define TL_PRINTF(fmt, args)
 #define TL_LIKELY(x)   (x)
 #define TL_UNLIKELY(x) (x)
 #define TL_PREFETCH(p) ((void)(p))
+#define TL_COLD
 #endif
 
 /* Sets the error slot to the formatted text and returns status: `return tl_fail(TL_EINVAL, ...)`.
  * Texts start with the name of the public function, then say what was expected and found. */
-tl_status tl_fail(tl_status status, const char *fmt, ...) TL_PRINTF(2, 3);
+TL_COLD tl_status tl_fail(tl_status status, const char *fmt, ...) TL_PRINTF(2, 3);
 
 /*
  * tl_alloc for an array that may be large and is visited at random. From TL_HUGE_PAGE bytes up it

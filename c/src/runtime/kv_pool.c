@@ -152,36 +152,41 @@ void tl_kv_stats_get(const tl_kv_pool *p, tl_kv_stats *out) {
 
 /* ---- references ---------------------------------------------------------------------------- */
 
-/* The record of block id, or NULL with the slot set: `who` was given an id that is out of range. */
-static tl_kv_block *block_at(const tl_kv_pool *p, uint32_t id, const char *who) {
-    if (TL_UNLIKELY(p == NULL)) {
+/* Why block_at or held_block_at has no record to give; always NULL. */
+TL_COLD static tl_kv_block *no_block(const tl_kv_pool *p, uint32_t id, const char *who) {
+    if (p == NULL) {
         (void)tl_fail(TL_EINVAL, "%s: p is NULL", who);
-        return NULL;
-    }
-    if (TL_UNLIKELY(id >= p->cfg.n_blocks)) {
+    } else if (id >= p->cfg.n_blocks) {
         (void)tl_fail(TL_EINVAL, "%s: block %" PRIu32 " is out of range, the pool has %" PRIu32,
                       who, id, p->cfg.n_blocks);
-        return NULL;
+    } else {
+        (void)tl_fail(TL_EINVAL, "%s: nobody holds block %" PRIu32, who, id);
     }
-    return &p->blocks[id];
+    return NULL;
+}
+
+/* The record of block id; NULL, with the slot set, when `who` was given one that is out of range.
+ */
+static inline tl_kv_block *block_at(const tl_kv_pool *p, uint32_t id, const char *who) {
+    return TL_LIKELY(p != NULL && id < p->cfg.n_blocks) ? &p->blocks[id] : no_block(p, id, who);
 }
 
 /* The same for a block that somebody must hold. */
-static tl_kv_block *held_block_at(const tl_kv_pool *p, uint32_t id, const char *who) {
-    tl_kv_block *b = block_at(p, id, who);
-    if (TL_UNLIKELY(b != NULL && b->refs == 0)) {
-        (void)tl_fail(TL_EINVAL, "%s: nobody holds block %" PRIu32, who, id);
-        return NULL;
-    }
-    return b;
+static inline tl_kv_block *held_block_at(const tl_kv_pool *p, uint32_t id, const char *who) {
+    const int held = p != NULL && id < p->cfg.n_blocks && p->blocks[id].refs > 0;
+    return TL_LIKELY(held) ? &p->blocks[id] : no_block(p, id, who);
 }
 
 /* Unregisters the oldest cached block and returns its id; there is one. */
 static uint32_t evict_oldest(tl_kv_pool *p) {
-    tl_kv_block *b = tl_kv_block_of(tl_lru_pop_oldest(&p->cached));
-    /* The next victim's group of the index is far away; ask for it while this one is handled. */
+    tl_kv_block *b = tl_kv_block_of(p->cached.head.next);
+    tl_lru_unlink(&p->cached, &b->lru);
+    /* In a large pool each victim's record and its group of the index are far away. Ask for the
+     * next victim's group, and for the record after that, while this one is handled. */
     if (p->cached.len > 0) {
-        tl_map_prefetch_tags(p->index, tl_kv_block_of(p->cached.head.next)->hash);
+        const tl_list_node *next = p->cached.head.next;
+        tl_map_prefetch_group(p->index, TL_CONTAINER_OF(next, const tl_kv_block, lru)->hash);
+        TL_PREFETCH(next->next);
     }
     (void)tl_map_del(p->index, b->hash);
     b->hash = 0;
@@ -191,19 +196,22 @@ static uint32_t evict_oldest(tl_kv_pool *p) {
 
 /* Takes n blocks that are there: free + cached >= n. */
 static void take_blocks(tl_kv_pool *p, uint32_t n, uint32_t *ids) {
+    tl_kv_block *const blocks = p->blocks;
     const uint32_t *stack = p->free_ids.data;
     size_t top = p->free_ids.len;
     uint32_t i = 0;
     for (; i < n && top > 0; i++) {
-        ids[i] = stack[--top];
+        const uint32_t id = stack[--top];
+        blocks[id].refs = 1;
+        blocks[id].fill = 0;
+        ids[i] = id;
     }
     p->free_ids.len = top;
     for (; i < n; i++) {
-        ids[i] = evict_oldest(p);
-    }
-    for (i = 0; i < n; i++) {
-        p->blocks[ids[i]].refs = 1;
-        p->blocks[ids[i]].fill = 0;
+        const uint32_t id = evict_oldest(p);
+        blocks[id].refs = 1;
+        blocks[id].fill = 0;
+        ids[i] = id;
     }
 }
 
@@ -244,14 +252,7 @@ tl_status tl_kv_unref(tl_kv_pool *p, uint32_t id) {
     if (b == NULL) {
         return TL_EINVAL;
     }
-    if (--b->refs > 0) {
-        return TL_OK;
-    }
-    if (b->hash != 0) {
-        tl_lru_touch(&p->cached, &b->lru);
-    } else { /* room for every id was reserved at create: this never reallocates */
-        ((uint32_t *)p->free_ids.data)[p->free_ids.len++] = id;
-    }
+    tl_kv_drop(p, b);
     return TL_OK;
 }
 
@@ -406,7 +407,7 @@ tl_status tl_kv_lookup(tl_kv_pool *p, uint64_t hash, uint32_t *id) {
                        held);
     }
     if (b->refs++ == 0) {
-        tl_lru_remove(&p->cached, &b->lru);
+        tl_lru_unlink(&p->cached, &b->lru);
     }
     *id = (uint32_t)held;
     return TL_OK;

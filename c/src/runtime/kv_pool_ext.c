@@ -59,20 +59,38 @@ uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id) {
 
 /* ---- batches ------------------------------------------------------------------------------- */
 
+static int usable(const tl_kv_pool *p, const uint32_t *ids, size_t n, const char *who) {
+    if (TL_UNLIKELY(p == NULL || (ids == NULL && n > 0))) {
+        (void)tl_fail(TL_EINVAL, "%s: %s is NULL", who, p == NULL ? "p" : "ids");
+        return 0;
+    }
+    return 1;
+}
+
+static inline int is_held(const tl_kv_pool *p, uint32_t id) {
+    return id < p->cfg.n_blocks && p->blocks[id].refs > 0;
+}
+
+/* The error of position i: its block is out of range or nobody holds it. */
+TL_COLD static tl_status not_held(const tl_kv_pool *p, const uint32_t *ids, size_t i,
+                                  const char *who) {
+    if (ids[i] >= p->cfg.n_blocks) {
+        return tl_fail(TL_EINVAL,
+                       "%s: ids[%zu] is block %" PRIu32 ", out of range: the pool has %" PRIu32,
+                       who, i, ids[i], p->cfg.n_blocks);
+    }
+    return tl_fail(TL_EINVAL, "%s: ids[%zu] is block %" PRIu32 ", which nobody holds", who, i,
+                   ids[i]);
+}
+
 /* TL_OK when p is a pool and every id is a block somebody holds. */
 static tl_status check_held(const tl_kv_pool *p, const uint32_t *ids, size_t n, const char *who) {
-    if (p == NULL || (ids == NULL && n > 0)) {
-        return tl_fail(TL_EINVAL, "%s: %s is NULL", who, p == NULL ? "p" : "ids");
+    if (!usable(p, ids, n, who)) {
+        return TL_EINVAL;
     }
     for (size_t i = 0; i < n; i++) {
-        if (TL_UNLIKELY(ids[i] >= p->cfg.n_blocks)) {
-            return tl_fail(TL_EINVAL,
-                           "%s: ids[%zu] is block %" PRIu32 ", out of range: the pool has %" PRIu32,
-                           who, i, ids[i], p->cfg.n_blocks);
-        }
-        if (TL_UNLIKELY(p->blocks[ids[i]].refs == 0)) {
-            return tl_fail(TL_EINVAL, "%s: ids[%zu] is block %" PRIu32 ", which nobody holds", who,
-                           i, ids[i]);
+        if (TL_UNLIKELY(!is_held(p, ids[i]))) {
+            return not_held(p, ids, i, who);
         }
     }
     return TL_OK;
@@ -100,26 +118,29 @@ tl_status tl_kv_ref_many(tl_kv_pool *p, const uint32_t *ids, size_t n) {
 }
 
 tl_status tl_kv_unref_many(tl_kv_pool *p, const uint32_t *ids, size_t n) {
-    tl_status status = check_held(p, ids, n, "tl_kv_unref_many");
-    if (status != TL_OK) {
-        return status;
+    if (!usable(p, ids, n, "tl_kv_unref_many")) {
+        return TL_EINVAL;
     }
+    tl_kv_block *const blocks = p->blocks;
     /* Take the references on the counts alone, to see whether there are enough of them ... */
     size_t taken = 0;
-    while (taken < n && p->blocks[ids[taken]].refs > 0) {
-        p->blocks[ids[taken++]].refs--;
+    while (taken < n && is_held(p, ids[taken])) {
+        blocks[ids[taken++]].refs--;
     }
-    for (size_t i = taken; i-- > 0;) { /* ... and put them back either way. */
-        p->blocks[ids[i]].refs++;
+    for (size_t i = 0; i < taken; i++) { /* ... and put them back either way. */
+        blocks[ids[i]].refs++;
     }
     if (TL_UNLIKELY(taken < n)) {
+        if (!is_held(p, ids[taken])) {
+            return not_held(p, ids, taken, "tl_kv_unref_many");
+        }
         return tl_fail(TL_EINVAL,
                        "tl_kv_unref_many: ids[%zu] is block %" PRIu32
                        ", which is in ids more often than it has references",
                        taken, ids[taken]);
     }
     for (size_t i = 0; i < n; i++) {
-        (void)tl_kv_unref(p, ids[i]);
+        tl_kv_drop(p, &blocks[ids[i]]);
     }
     return TL_OK;
 }
@@ -151,6 +172,9 @@ tl_status tl_kv_set_fill_many(tl_kv_pool *p, const uint32_t *ids, const uint32_t
     return TL_OK;
 }
 
+#define LOOKUP_CHUNK      32u
+#define LOOKUP_NEAR_BYTES ((size_t)512 << 10)
+
 tl_status tl_kv_register_many(tl_kv_pool *p, const uint32_t *ids, const uint64_t *hashes, size_t n,
                               uint8_t *registered) {
     tl_status status = check_held(p, ids, n, "tl_kv_register_many");
@@ -162,6 +186,12 @@ tl_status tl_kv_register_many(tl_kv_pool *p, const uint32_t *ids, const uint64_t
                        hashes == NULL ? "hashes" : "registered");
     }
     for (size_t i = 0; i < n; i++) {
+        if (i % LOOKUP_CHUNK ==
+            0) { /* each new name misses the cache: let a chunk's misses overlap */
+            for (size_t j = i; j < n && j < i + LOOKUP_CHUNK; j++) {
+                tl_map_prefetch_tags(p->index, hashes[j]);
+            }
+        }
         const uint64_t before = p->blocks[ids[i]].hash;
         status = tl_kv_register(p, ids[i], hashes[i]);
         if (TL_UNLIKELY(status != TL_OK && status != TL_EBUSY)) {
@@ -183,8 +213,6 @@ tl_status tl_kv_register_many(tl_kv_pool *p, const uint32_t *ids, const uint64_t
     return TL_OK;
 }
 
-#define LOOKUP_CHUNK 32u
-
 tl_status tl_kv_lookup_many(tl_kv_pool *p, const uint64_t *hashes, size_t n, int64_t *ids_out) {
     if (p == NULL || (n > 0 && (hashes == NULL || ids_out == NULL))) {
         return tl_fail(TL_EINVAL, "tl_kv_lookup_many: %s is NULL",
@@ -193,13 +221,15 @@ tl_status tl_kv_lookup_many(tl_kv_pool *p, const uint64_t *hashes, size_t n, int
                                         : "ids_out");
     }
     /* Three cache misses wait in a row for each hash (tags, slot, record). Going through a chunk
-     * once for each of them lets the misses of a chunk overlap. */
+     * once for each of them lets the misses of a chunk overlap. An index that fits the cache has
+     * no misses to overlap. */
+    const int far = tl_map_bytes(p->index) > LOOKUP_NEAR_BYTES;
     for (size_t start = 0; start < n; start += LOOKUP_CHUNK) {
         const size_t end = n - start < LOOKUP_CHUNK ? n : start + LOOKUP_CHUNK;
-        for (size_t i = start; i < end; i++) {
+        for (size_t i = start; far && i < end; i++) {
             tl_map_prefetch_tags(p->index, hashes[i]);
         }
-        for (size_t i = start; i < end; i++) {
+        for (size_t i = start; far && i < end; i++) {
             tl_map_prefetch_slot(p->index, hashes[i]);
         }
         for (size_t i = start; i < end; i++) {

@@ -12,6 +12,7 @@
 #ifndef TL_RUNTIME_KV_POOL_IMPL_H
 #define TL_RUNTIME_KV_POOL_IMPL_H
 
+#include "ds/list.h"
 #include "ds/swiss.h"
 #include "tinyllm/kv_pool.h"
 
@@ -43,6 +44,18 @@ tl_status tl_kv_pool_create_flags(const tl_kv_cfg *cfg, unsigned flags, const ch
 
 static inline tl_kv_block *tl_kv_block_of(tl_list_node *n) {
     return TL_CONTAINER_OF(n, tl_kv_block, lru);
+}
+
+/* Drops one of the references of a block that has some. */
+static inline void tl_kv_drop(tl_kv_pool *p, tl_kv_block *b) {
+    if (--b->refs > 0) {
+        return;
+    }
+    if (b->hash != 0) {
+        tl_lru_push_newest(&p->cached, &b->lru);
+    } else { /* room for every id was reserved at create: this never reallocates */
+        ((uint32_t *)p->free_ids.data)[p->free_ids.len++] = (uint32_t)(b - p->blocks);
+    }
 }
 
 #endif /* TL_RUNTIME_KV_POOL_IMPL_H */
