@@ -47,6 +47,8 @@
 #define OVER_MAX    255u
 #define SLOT_MASK   0x7FFFu
 
+#define TWO_64_OVER_PHI 0x9E3779B97F4A7C15u /* 2^64 / the golden ratio: no pattern in its bits */
+
 typedef struct {
     uint64_t key, value;
 } slot;
@@ -62,7 +64,7 @@ struct tl_map {
     group *groups;
     size_t n_groups; /* below 2^32 */
     size_t len;
-    uint64_t secret;
+    uint64_t secret, factor; /* of mix(); factor is odd */
 };
 
 /* ---- hashing ------------------------------------------------------------------------------- */
@@ -81,9 +83,8 @@ static uint64_t process_secret(void) {
     }
 #endif
     if (s == 0) { /* no entropy yet: address layout and clock are better than a constant */
-        s = ((uint64_t)(uintptr_t)&secret << 20) ^ (uint64_t)time(NULL) ^ 0x9E3779B97F4A7C15u;
+        s = ((uint64_t)(uintptr_t)&secret << 20) ^ (uint64_t)time(NULL) ^ TWO_64_OVER_PHI;
     }
-    s |= 1;
     uint64_t expected = 0;
     if (!atomic_compare_exchange_strong(&secret, &expected, s)) {
         s = expected;
@@ -99,11 +100,11 @@ static uint64_t process_secret(void) {
 static inline uint64_t mix(const tl_map *m, uint64_t k) {
 #if defined(__SIZEOF_INT128__)
     __extension__ typedef unsigned __int128 u128;
-    const u128 product = (u128)(k ^ m->secret) * (m->secret ^ 0x9E3779B97F4A7C15u);
+    const u128 product = (u128)(k ^ m->secret) * m->factor;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 #else
     k = (k ^ m->secret) * 0xBF58476D1CE4E5B9u;
-    k = (k ^ (k >> 32)) * m->secret;
+    k = (k ^ (k >> 32)) * m->factor;
     return k ^ (k >> 29);
 #endif
 }
@@ -234,7 +235,8 @@ tl_status tl_map_create(size_t hint, tl_map **out) {
     if (m == NULL) {
         return tl_fail(TL_ENOMEM, "tl_map_create: no memory for %zu bytes", sizeof *m);
     }
-    *m = (tl_map){groups_new(n_groups), n_groups, 0, process_secret()};
+    const uint64_t secret = process_secret();
+    *m = (tl_map){groups_new(n_groups), n_groups, 0, secret, (secret * TWO_64_OVER_PHI) | 1u};
     if (m->groups == NULL) {
         tl_free(m);
         return tl_fail(TL_ENOMEM, "tl_map_create: no memory for %zu groups", n_groups);
@@ -256,7 +258,7 @@ static tl_status grow(tl_map *m) {
     if (n_groups == 0) {
         return tl_fail(TL_ENOMEM, "tl_map_put: %zu keys are too many", m->len);
     }
-    tl_map bigger = {groups_new(n_groups), n_groups, 0, m->secret};
+    tl_map bigger = {groups_new(n_groups), n_groups, 0, m->secret, m->factor};
     if (bigger.groups == NULL) {
         return tl_fail(TL_ENOMEM, "tl_map_put: no memory to grow to %zu groups", n_groups);
     }
