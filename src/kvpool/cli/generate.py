@@ -1,0 +1,303 @@
+"""``kvpool generate``: a language model answers, with its KV cache in the blocks of a pool."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kvpool import InvalidArgument, KvPoolError, Pool, PoolFull
+
+if TYPE_CHECKING:  # at run time these need the model extra: imported once a command line is valid
+    from kvpool.engine.generate import Generation
+    from kvpool.engine.gguf_file import LlamaConfig
+    from kvpool.engine.llama import Llama
+    from kvpool.engine.tokenizer import Tokenizer
+
+    from ._show import Show
+
+SYSTEM = (
+    "You are a careful assistant. Answer in one or two short sentences, in plain words. "
+    "Do not repeat the question, do not apologize, and say so when you do not know something."
+)
+PROMPTS = (
+    "What is the capital of France?",
+    "Why do cats purr?",
+    "Name three things that float on water.",
+    "What does a compiler do?",
+)
+_AUTO_POOL_BYTES = 1 << 30  # a pool sized by itself keeps at most this much for later prompts
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``generate`` to the command line."""
+    parser = commands.add_parser(
+        "generate",
+        help="answer prompts with a Llama model whose KV cache is a pool",
+        description="Answers prompts with a Llama-architecture GGUF model. Without arguments: "
+        "built-in prompts, SmolLM2-135M-Instruct.",
+        allow_abbrev=False,
+    )
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    prompts.add_argument("--prompts", metavar="FILE", help="one prompt a line; - reads stdin")
+    parser.add_argument("--system", metavar="TEXT", default=SYSTEM, help="'' for none")
+    parser.add_argument("--model", metavar="PATH", help="any Llama-architecture GGUF file")
+    parser.add_argument(
+        "--n", type=_at_least(1), default=1, help="samples of each prompt (default 1)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_at_least(1), default=64, metavar="N", help="a sample (default 64)"
+    )
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (default)"
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="(default 0)")
+    parser.add_argument(
+        "--blocks", type=_at_least(1), metavar="N", help="of the pool (default: up to 1 GiB)"
+    )
+    parser.add_argument(
+        "--block-tokens", type=_at_least(1), default=16, metavar="N", help="a block (default 16)"
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        choices=("hash", "none"),
+        default="hash",
+        help="reuse the blocks of prompts with the same beginning (default hash)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(run=run)
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if not minimum <= value < 2**32:
+            raise argparse.ArgumentTypeError(f"{value} is not in {minimum}..{2**32 - 1}")
+        return value
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not finite and at least 0")
+    return value
+
+
+@dataclass
+class Request:
+    """One prompt, what came of it, and the memory it took."""
+
+    prompt: str
+    tokens: list[int]
+    result: Generation
+    peak_blocks: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Every sample came to its end."""
+        samples = self.result.samples
+        return bool(samples) and all(sample.finish for sample in samples)
+
+
+@dataclass
+class Run:
+    """Everything that is shown at the end."""
+
+    args: argparse.Namespace
+    model: Llama
+    model_name: str
+    model_path: Path
+    pool: Pool
+    requests: list[Request]
+    interrupted: bool = False
+
+    @property
+    def started(self) -> list[Request]:
+        """The requests that were begun; all of them unless interrupted."""
+        return [request for request in self.requests if request.result.prompt_tokens]
+
+    def contiguous_bytes(self, request: Request) -> int:
+        """What n contiguous float16 caches for prompt and ``--max-tokens`` would reserve."""
+        positions: int = len(request.tokens) + self.args.max_tokens - 1
+        samples: int = self.args.n
+        return samples * positions * self.model.config.kv_bytes_per_token
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads the model, answers the prompts, shows the sums. Returns the exit code."""
+    texts = _prompt_texts(args)
+    from ._show import make_show
+
+    with _patient_interrupts() as check, make_show(args.json) as show:
+        model, tokenizer, name, path = _load(args, show, check)
+        from kvpool.engine.generate import Generation
+
+        requests = [
+            Request(text, tokenizer.chat(text, args.system), Generation()) for text in texts
+        ]
+        n_blocks = _size_pool(args, requests, model.config)
+        with _make_pool(model.config, n_blocks, args.block_tokens) as pool:
+            state = Run(args, model, name, path, pool, requests)
+            try:
+                _answer(state, tokenizer, show, check)
+            except KeyboardInterrupt:
+                state.interrupted = True
+            show.summary(state, tokenizer)
+    return 130 if state.interrupted else 0
+
+
+def _prompt_texts(args: argparse.Namespace) -> list[str]:
+    if args.prompts is None:
+        texts = args.prompt if args.prompt is not None else list(PROMPTS)
+        if not all(text.strip() for text in texts):
+            raise InvalidArgument("--prompt: the text is empty")
+        return list(texts)
+    try:
+        data = sys.stdin.buffer.read() if args.prompts == "-" else Path(args.prompts).read_bytes()
+        lines = data.decode("utf-8").splitlines()
+    except OSError as error:
+        raise KvPoolError(f"--prompts {args.prompts}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise KvPoolError(f"--prompts {args.prompts}: not UTF-8 ({error})") from error
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise KvPoolError(f"--prompts {args.prompts}: no prompts in it")
+    return texts
+
+
+@contextmanager
+def _patient_interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C takes effect where nothing is half done: in the ``check()`` this yields.
+
+    A KeyboardInterrupt can otherwise arise between any two instructions, also between the one that
+    takes a block and the one that notes it. A second Ctrl-C does not wait.
+    """
+    pressed = False
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.default_int_handler(number, frame)
+        pressed = True
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check  # only the main thread can have a handler
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _load(
+    args: argparse.Namespace, show: Show, check: Callable[[], None]
+) -> tuple[Llama, Tokenizer, str, Path]:
+    with show.loading(args.model or "SmolLM2-135M-Instruct") as progress:
+        from kvpool.engine.gguf_file import ModelFile, default_model_path
+        from kvpool.engine.llama import Llama
+        from kvpool.engine.tokenizer import Tokenizer
+
+        def layer_done(done: int, total: int) -> None:
+            check()
+            progress(done, total)
+
+        path = Path(args.model) if args.model is not None else default_model_path()
+        file = ModelFile(path)
+        check()
+        tokenizer = Tokenizer(file)
+        model = Llama(file, layer_done)
+    return model, tokenizer, file.name, path
+
+
+def _size_pool(args: argparse.Namespace, requests: list[Request], cfg: LlamaConfig) -> int:
+    """The pool's number of blocks; refuses a prompt that can never fit."""
+    from kvpool.engine.paged import blocks_needed
+
+    size: int = args.block_tokens
+    needs: list[int] = []
+    for i, request in enumerate(requests, start=1):
+        n_prompt = len(request.tokens)
+        if n_prompt + args.max_tokens > cfg.context_length:
+            raise InvalidArgument(
+                f"prompt {i} has {n_prompt} tokens, and with --max-tokens {args.max_tokens} is "
+                f"longer than the model's context of {cfg.context_length}"
+            )
+        needs.append(blocks_needed(n_prompt, args.max_tokens, args.n, size))
+        if args.blocks is not None and needs[-1] > args.blocks:
+            samples = "1 sample" if args.n == 1 else f"{args.n} samples"
+            raise PoolFull(
+                f"prompt {i} needs {needs[-1]} blocks of {size} tokens ({n_prompt} prompt tokens, "
+                f"then {samples} of up to {args.max_tokens}), the pool has {args.blocks}: raise "
+                "--blocks, or lower --max-tokens or --n"
+            )
+    if args.blocks is not None:
+        n_blocks: int = args.blocks
+        return n_blocks
+    fits = _AUTO_POOL_BYTES // (size * cfg.kv_bytes_per_token)
+    return max(max(needs), min(sum(needs), fits))
+
+
+def _make_pool(cfg: LlamaConfig, n_blocks: int, block_tokens: int) -> Pool:
+    try:
+        return Pool(
+            n_blocks,
+            block_tokens=block_tokens,
+            n_layers=cfg.n_layers,
+            n_kv_heads=cfg.n_kv_heads,
+            head_dim=cfg.head_dim,
+        )
+    except MemoryError as error:
+        size = n_blocks * block_tokens * cfg.kv_bytes_per_token
+        raise KvPoolError(
+            f"no memory for {n_blocks} blocks of {block_tokens} tokens ({size:,} bytes): "
+            "lower --blocks or --block-tokens"
+        ) from error
+
+
+def _answer(state: Run, tokenizer: Tokenizer, show: Show, check: Callable[[], None]) -> None:
+    from kvpool.engine.generate import generate
+    from kvpool.engine.paged import PagedCache
+
+    args = state.args
+    cache = PagedCache(state.pool, prefix_cache=args.prefix_cache == "hash")
+    for request in state.requests:
+        cache.peak_used = 0
+        try:
+            with show.answers(request.prompt, tokenizer, args.n) as on_token:
+                generate(
+                    state.model,
+                    cache,
+                    request.tokens,
+                    n=args.n,
+                    max_tokens=args.max_tokens,
+                    temperature=args.temperature,
+                    seed=args.seed,
+                    stop_tokens=tokenizer.stop_tokens,
+                    on_token=on_token,
+                    check=check,
+                    result=request.result,
+                )
+        finally:
+            request.peak_blocks = cache.peak_used
