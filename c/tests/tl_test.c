@@ -107,6 +107,8 @@ int tl_test_seed(uint64_t *seed) {
 
 /* ---- running ------------------------------------------------------------------------------- */
 
+#ifndef TL_TEST_NO_MAIN /* a fuzzer brings its own */
+
 static int run_here(const tl_test_case *c) {
     tl_count_install();
     tl_set_last_error(NULL);
@@ -263,3 +265,5 @@ int main(int argc, char **argv) {
     printf("%u passed, %u failed\n", n[PASSED], n[FAILED]);
     return n[FAILED] == 0 && n[PASSED] + n[SKIPPED] > 0 ? 0 : 1;
 }
+
+#endif /* TL_TEST_NO_MAIN */

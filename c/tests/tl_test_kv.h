@@ -160,4 +160,22 @@ static inline uint32_t kv_drain(tl_kv_pool *p, uint32_t *order) {
     return n;
 }
 
+/* A pool of 9 blocks in the middle of its life: shared (3 references), private, partial and
+ * registered blocks in use, three cached ones whose order is not that of their ids, two free ones
+ * in the order they came back. Registered are 0x100 .. 0x104. */
+enum { KV_LIVED_IN_BLOCKS = 9 };
+static inline tl_kv_pool *kv_lived_in(uint32_t B, uint32_t L, uint32_t H, uint32_t D) {
+    tl_kv_pool *p = kv_new(KV_LIVED_IN_BLOCKS, B, L, H, D);
+    uint32_t id[KV_LIVED_IN_BLOCKS];
+    for (uint32_t i = 0; i < KV_LIVED_IN_BLOCKS; i++)
+        id[i] = i < 5 ? kv_registered(p, 0x100 + i) : kv_filled(p, i, i == 5 ? 1 : B);
+    tl_kv_ref(p, id[0]);
+    tl_kv_ref(p, id[0]);
+    static const uint32_t back[] = {3, 1, 4, 8, 6};
+    for (int i = 0; i < 5; i++)
+        TL_OK_(tl_kv_unref(p, id[back[i]]));
+    KV_STATS(p, 2, 4, 3);
+    return p;
+}
+
 #endif /* TL_TEST_KV_H */
