@@ -122,14 +122,12 @@ static void compare_with_array(uint64_t seed, size_t hint, uint64_t (*key)(uint3
         const uint32_t i = tl_test_below(&rng, UNIVERSE);
         /* Now mostly filling, now mostly emptying. */
         const uint32_t puts = step / 2500 % 2 ? 2 : 5;
-        switch (tl_test_below(&rng, 8) < puts) {
-        case 1:
+        if (tl_test_below(&rng, 8) < puts) {
             value[i] = tl_test_rand(&rng);
             TL_OK_(tl_map_put(m, key(i), value[i]));
             len += !present[i];
             present[i] = 1;
-            break;
-        default:
+        } else {
             TL_EQ(tl_map_del(m, key(i)), present[i]);
             len -= present[i];
             present[i] = 0;
