@@ -30,6 +30,32 @@ __all__ = ["LlamaConfig", "ModelFile", "default_model_path"]
 
 _REQUIRED = object()
 
+# Every "llama." key whose meaning is honoured here, or that does not bear on the arithmetic.
+_KNOWN_KEYS = frozenset(
+    "llama." + key
+    for key in (
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "attention.value_length",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "expert_count",
+        "expert_used_count",
+        "feed_forward_length",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.factor",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "vocab_size",
+    )
+)
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -137,6 +163,10 @@ class ModelFile:
         return value
 
     def _config(self) -> LlamaConfig:
+        for key in self._reader.fields:
+            if key.startswith("llama.") and key not in _KNOWN_KEYS:
+                raise self.error(f"holds a metadata key this engine does not know: {key!r}")
+
         def size(key: str, default: Any = _REQUIRED) -> int:
             value: int = self.get(f"llama.{key}", int, default)
             if value < 1:

@@ -18,7 +18,7 @@ import codecs
 from collections.abc import Iterable
 from typing import Any
 
-from .errors import MissingPackage
+from .errors import MissingPackage, ModelFileError
 from .gguf_file import ModelFile
 
 try:
@@ -72,9 +72,11 @@ class Tokenizer:
         self.has_chat_template = self._template is not None
         try:
             self._fast = self._build_spm() if self._is_spm else self._build_gpt2()
-        except (ValueError, TypeError) as error:
-            if isinstance(error, type(file.error(""))):
-                raise
+        except ModelFileError:
+            raise
+        # The library raises a bare Exception for a merge of unknown tokens, and tables of the wrong
+        # kind fail in many ways.
+        except Exception as error:
             raise file.error(f"its tokenizer tables are inconsistent ({error})") from error
         self._bytes = self._byte_table()
 
