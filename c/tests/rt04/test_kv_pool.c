@@ -61,6 +61,10 @@ TL_TEST_DOC(
     TL_CHECK(tl_kv_block_hash(0, toks + 2, 2) != H1);
     TL_CHECK(tl_kv_block_hash(H1, toks, 2) != H0);
 
+    /* Four ids made so that FNV-1a comes out as 0, which would mean "no hash". */
+    static const uint32_t zero[4] = {0x370251BA, 0x06022D0F, 0x0A173A14, 0x25250A10};
+    TL_EQ(tl_kv_block_hash(0, zero, 4), 1);
+
     /* Ids that need all four bytes, parents that need all eight. */
     uint64_t rng = 1;
     for (int i = 0; i < 200; i++) {
