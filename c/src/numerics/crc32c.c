@@ -16,11 +16,13 @@
  */
 #include "numerics/crc32c.h"
 
+#include "numerics/copy_crc.h"
 #include "numerics/cpu.h"
 #include "numerics/linear.h"
 #include "tinyllm/kv_pool.h"
 
 #include <stdatomic.h>
+#include <string.h>
 
 static uint32_t tl_crc32c_bytewise(uint32_t raw, const uint8_t *p, size_t n) {
     while (n-- > 0) {
@@ -57,16 +59,55 @@ static uint32_t tl_crc32c_slicing8(uint32_t raw, const uint8_t *p, size_t n) {
     return raw;
 }
 
-const tl_crc32c_variant tl_crc32c_variants[] = {
-    {"bytewise", 0, tl_crc32c_bytewise},
-    {"slicing8", 0, tl_crc32c_slicing8},
+/*
+ * Copy and checksum for a variant that does one thing at a time: a piece small enough to stay in
+ * the first-level cache is checksummed, then copied from there. Memory is read once.
+ */
+#define COPY_PIECE ((size_t)8 << 10)
+
+static inline uint32_t copy_by_pieces(tl_crc32c_fn *fn, uint32_t raw, uint8_t *dst,
+                                      const uint8_t *src, size_t n) {
+    while (n > COPY_PIECE) {
+        raw = fn(raw, src, COPY_PIECE);
+        memcpy(dst, src, COPY_PIECE);
+        dst += COPY_PIECE;
+        src += COPY_PIECE;
+        n -= COPY_PIECE;
+    }
+    raw = fn(raw, src, n);
+    memcpy(dst, src, n);
+    return raw;
+}
+
+#define BY_PIECES(fn)                                                                              \
+    static uint32_t fn##_copy(uint32_t raw, uint8_t *dst, const uint8_t *src, size_t n,            \
+                              int stream) {                                                        \
+        (void)stream;                                                                              \
+        return copy_by_pieces(fn, raw, dst, src, n);                                               \
+    }
+BY_PIECES(tl_crc32c_bytewise)
+BY_PIECES(tl_crc32c_slicing8)
 #if defined(__x86_64__)
-    {"sse42", TL_CPU_SSE42, tl_crc32c_sse42},
+BY_PIECES(tl_crc32c_sse42)
 #endif
 #if defined(__aarch64__)
-    {"arm", TL_CPU_ARMCRC, tl_crc32c_arm},
+BY_PIECES(tl_crc32c_arm)
 #endif
-    {NULL, 0, NULL},
+
+#define VARIANT(name, need, fn) {name, need, fn, fn##_copy}
+
+const tl_crc32c_variant tl_crc32c_variants[] = {
+    VARIANT("bytewise", 0, tl_crc32c_bytewise),
+    VARIANT("slicing8", 0, tl_crc32c_slicing8),
+#if defined(__x86_64__)
+    VARIANT("sse42", TL_CPU_SSE42, tl_crc32c_sse42),
+    {"avx512", TL_CPU_SSE42 | TL_CPU_PCLMUL | TL_CPU_VPCLMUL | TL_CPU_AVX512, tl_crc32c_avx512,
+     tl_crc32c_copy_avx512},
+#endif
+#if defined(__aarch64__)
+    VARIANT("arm", TL_CPU_ARMCRC, tl_crc32c_arm),
+#endif
+    {NULL, 0, NULL, NULL},
 };
 
 static const tl_crc32c_variant *select_variant(void) {
@@ -94,4 +135,11 @@ uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc) {
         return crc;
     }
     return ~select_variant()->fn(~crc, data, n);
+}
+
+uint32_t tl_copy_crc32c(void *dst, const void *src, size_t n, uint32_t crc, int stream) {
+    if (n == 0) {
+        return crc;
+    }
+    return ~select_variant()->copy(~crc, dst, src, n, stream);
 }

@@ -2,7 +2,8 @@
  * crc32c.h - the variants of tl_crc32c and how they are chosen.
  *
  * A variant works on the raw remainder: no inversion before or after. tl_crc32c inverts, picks the
- * last variant in the table whose needs the processor meets (once), and inverts back.
+ * last variant in the table whose needs the processor meets (once), and inverts back. The math is
+ * derived in docs/design/crc32c.md.
  */
 #ifndef TL_NUMERICS_CRC32C_H
 #define TL_NUMERICS_CRC32C_H
@@ -14,10 +15,15 @@
 
 typedef uint32_t tl_crc32c_fn(uint32_t raw, const uint8_t *p, size_t n);
 
+/* The same while copying src to dst (copy_crc.h). */
+typedef uint32_t tl_crc32c_copy_fn(uint32_t raw, uint8_t *dst, const uint8_t *src, size_t n,
+                                   int stream);
+
 typedef struct {
     const char *name; /* NULL ends the table */
     unsigned need;    /* TL_CPU_ bits */
     tl_crc32c_fn *fn;
+    tl_crc32c_copy_fn *copy;
 } tl_crc32c_variant;
 
 /* Slowest first; the first two need nothing. */
@@ -28,6 +34,8 @@ const char *tl_crc32c_selected(void);
 
 #if defined(__x86_64__)
 tl_crc32c_fn tl_crc32c_sse42;
+tl_crc32c_fn tl_crc32c_avx512;
+tl_crc32c_copy_fn tl_crc32c_copy_avx512;
 #endif
 #if defined(__aarch64__)
 tl_crc32c_fn tl_crc32c_arm;

@@ -8,8 +8,11 @@
  */
 #include "tinyllm/kv_pool_ext.h"
 
+#include "numerics/copy_crc.h"
+#include "numerics/crc32c_shift.h"
 #include "runtime/internal.h"
 #include "runtime/kv_pool_impl.h"
+#include "runtime/kv_wire.h"
 #include "tinyllm/numerics.h"
 
 #include <inttypes.h>
@@ -17,9 +20,15 @@
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
-/* P and one plane of it, or 0 when they overflow. */
+/* P and one plane of it, or 0 when they overflow. A dimension of 0 makes both 0, whatever the
+ * others multiply to: an envelope may announce anything. */
 static int block_sizes(const tl_kv_cfg *cfg, size_t *plane, size_t *block) {
     size_t n;
+    *plane = *block = 0;
+    if (cfg->n_layers == 0 || cfg->n_kv_heads == 0 || cfg->block_tokens == 0 ||
+        cfg->head_dim == 0) {
+        return 1;
+    }
     return tl_mul_size(cfg->n_kv_heads, cfg->block_tokens, &n) &&
            tl_mul_size(n, cfg->head_dim, &n) && tl_mul_size(n, 2, plane) &&
            tl_mul_size(*plane, cfg->n_layers, &n) && tl_mul_size(n, 2, block);
@@ -415,56 +424,35 @@ tl_status tl_kv_lookup(tl_kv_pool *p, uint64_t hash, uint32_t *id) {
 
 /* ---- the wire: bytes ----------------------------------------------------------------------- */
 
-static inline void put_u16(uint8_t *p, uint16_t x) {
-    p[0] = (uint8_t)x;
-    p[1] = (uint8_t)(x >> 8);
-}
-
-static inline void put_u32(uint8_t *p, uint32_t x) {
-    put_u16(p, (uint16_t)x);
-    put_u16(p + 2, (uint16_t)(x >> 16));
-}
-
-static inline void put_u64(uint8_t *p, uint64_t x) {
-    put_u32(p, (uint32_t)x);
-    put_u32(p + 4, (uint32_t)(x >> 32));
-}
-
-static inline uint16_t get_u16(const uint8_t *p) {
-    return (uint16_t)(p[0] | p[1] << 8);
-}
-
-static inline uint32_t get_u32(const uint8_t *p) {
-    return (uint32_t)get_u16(p) | (uint32_t)get_u16(p + 2) << 16;
-}
-
-static inline uint64_t get_u64(const uint8_t *p) {
-    return (uint64_t)get_u32(p) | (uint64_t)get_u32(p + 4) << 32;
-}
-
-/* Copies float16 values between the slab (the host's byte order) and the wire (little-endian). */
-static void copy_f16(void *dst, const void *src, size_t n_bytes) {
+/*
+ * Moves float16 values between the slab (the host's byte order) and the wire (little-endian). The
+ * way out returns the CRC continued over the wire's bytes: on a little-endian host, one pass over
+ * them. `stream` is copy_crc.h's.
+ */
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    uint8_t *d = dst;
-    const uint8_t *s = src;
+static void f16_from_wire(uint8_t *slab, const uint8_t *wire, size_t n_bytes, int stream) {
+    (void)stream;
     for (size_t i = 0; i + 2 <= n_bytes; i += 2) {
-        d[i] = s[i + 1];
-        d[i + 1] = s[i];
+        slab[i] = wire[i + 1];
+        slab[i + 1] = wire[i];
     }
-#else
-    memcpy(dst, src, n_bytes);
-#endif
 }
 
-#define TRAILER_BYTES 4u  /* the CRC */
-#define RECORD_BYTES  12u /* before each payload: hash and n_tokens */
+static uint32_t f16_to_wire(uint8_t *wire, const uint8_t *slab, size_t n_bytes, uint32_t crc,
+                            int stream) {
+    f16_from_wire(wire, slab, n_bytes, stream); /* a swap is its own inverse */
+    return tl_crc32c(wire, n_bytes, crc);
+}
+#else
+#define f16_from_wire tl_copy
+#define f16_to_wire   tl_copy_crc32c
+#endif
 
-/* 28 + n * (12 + block_bytes) + 4, or SIZE_MAX when that overflows. */
-static size_t envelope_bytes(uint64_t n, size_t block_bytes) {
-    const size_t fixed = TL_KV_ENVELOPE_HEADER + TRAILER_BYTES;
+size_t tl_kv_envelope_bytes(uint64_t n, size_t block_bytes) {
+    const size_t fixed = TL_KV_ENVELOPE_HEADER + TL_KV_TRAILER;
     size_t body;
-    if (block_bytes > SIZE_MAX - RECORD_BYTES || n > SIZE_MAX ||
-        !tl_mul_size((size_t)n, RECORD_BYTES + block_bytes, &body) || body > SIZE_MAX - fixed) {
+    if (block_bytes > SIZE_MAX - TL_KV_RECORD || n > SIZE_MAX ||
+        !tl_mul_size((size_t)n, TL_KV_RECORD + block_bytes, &body) || body > SIZE_MAX - fixed) {
         return SIZE_MAX;
     }
     return fixed + body;
@@ -475,61 +463,68 @@ size_t tl_kv_export_bytes(const tl_kv_pool *p, uint32_t n) {
         tl_set_last_error("tl_kv_export_bytes: p is NULL");
         return 0;
     }
-    return envelope_bytes(n, p->block_bytes);
+    return tl_kv_envelope_bytes(n, p->block_bytes);
 }
 
 /* ---- export -------------------------------------------------------------------------------- */
 
-/* The payload of a block with `fill` positions: each [block_tokens][head_dim] row set keeps its
- * first `fill` rows, the rest is zeros; the stale bytes are not read. */
-static void export_payload(const tl_kv_pool *p, uint8_t *dst, const uint8_t *src, uint32_t fill) {
+/* A run of `n_bytes` zeros, as what it does to a CRC; kept from block to block: fills repeat. */
+typedef struct {
+    size_t n_bytes;
+    tl_crc32c_shift shift;
+} zero_run;
+
+/*
+ * A block's payload: each [block_tokens][head_dim] row set keeps its first `fill` rows, the rest is
+ * zeros. The stale bytes are not read, the zeros are not read back.
+ */
+static uint32_t put_payload(const tl_kv_pool *p, uint32_t id, uint8_t *out, zero_run *zeros,
+                            uint32_t crc, int stream) {
+    const uint8_t *src = p->slab + id * p->block_bytes;
+    const uint32_t fill = p->blocks[id].fill;
     if (fill == p->cfg.block_tokens) {
-        copy_f16(dst, src, p->block_bytes);
-        return;
+        return f16_to_wire(out, src, p->block_bytes, crc, stream);
     }
     const size_t row_bytes = (size_t)p->cfg.head_dim * 2;
     const size_t head_bytes = row_bytes * p->cfg.block_tokens;
-    const size_t kept = row_bytes * fill;
-    for (size_t at = 0; at < p->block_bytes; at += head_bytes) {
-        copy_f16(dst + at, src + at, kept);
-        memset(dst + at + kept, 0, head_bytes - kept);
+    const size_t kept = row_bytes * fill, rest = head_bytes - kept;
+    if (zeros->n_bytes != rest) {
+        zeros->n_bytes = rest;
+        tl_crc32c_shift_init(&zeros->shift, rest);
     }
+    for (size_t at = 0; at < p->block_bytes; at += head_bytes) {
+        crc = f16_to_wire(out + at, src + at, kept, crc, 0);
+        memset(out + at + kept, 0, rest);
+        crc = tl_crc32c_shift_crc(&zeros->shift, crc);
+    }
+    return crc;
 }
 
-tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, void *buf, size_t cap,
-                       size_t *written) {
-    if (written == NULL) {
-        return tl_fail(TL_EINVAL, "tl_kv_export: written is NULL");
-    }
-    *written = 0;
-    if (p == NULL || (ids == NULL && n > 0) || (buf == NULL && cap > 0)) {
-        return tl_fail(TL_EINVAL, "tl_kv_export: %s is NULL",
-                       p == NULL              ? "p"
-                       : ids == NULL && n > 0 ? "ids"
-                                              : "buf");
+tl_status tl_kv_export_check(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, const char *who,
+                             size_t *size) {
+    if (p == NULL || (ids == NULL && n > 0)) {
+        return tl_fail(TL_EINVAL, "%s: %s is NULL", who, p == NULL ? "p" : "ids");
     }
     for (uint32_t i = 0; i < n; i++) {
-        const tl_kv_block *b = held_block_at(p, ids[i], "tl_kv_export");
+        const tl_kv_block *b = held_block_at(p, ids[i], who);
         if (b == NULL) {
             return TL_EINVAL;
         }
         if (b->fill == 0) {
             return tl_fail(TL_EINVAL,
-                           "tl_kv_export: block %" PRIu32 " (position %" PRIu32
+                           "%s: block %" PRIu32 " (position %" PRIu32
                            ") has fill 0, a reader would refuse it",
-                           ids[i], i);
+                           who, ids[i], i);
         }
     }
-    const size_t size = envelope_bytes(n, p->block_bytes);
-    if (size == SIZE_MAX) {
-        return tl_fail(TL_EINVAL, "tl_kv_export: an envelope of %" PRIu32 " blocks overflows", n);
+    *size = tl_kv_envelope_bytes(n, p->block_bytes);
+    if (*size == SIZE_MAX) {
+        return tl_fail(TL_EINVAL, "%s: an envelope of %" PRIu32 " blocks overflows", who, n);
     }
-    if (cap < size) {
-        *written = size;
-        return tl_fail(TL_EFULL, "tl_kv_export: %zu bytes needed, the buffer has %zu", size, cap);
-    }
+    return TL_OK;
+}
 
-    uint8_t *out = buf;
+uint32_t tl_kv_put_header(const tl_kv_pool *p, uint32_t n, uint8_t *out) {
     memcpy(out, TL_KV_MAGIC, 4);
     put_u16(out + 4, TL_KV_FORMAT_V1);
     put_u16(out + 6, TL_F16);
@@ -538,17 +533,49 @@ tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, voi
     put_u32(out + 16, p->cfg.n_layers);
     put_u32(out + 20, p->cfg.n_kv_heads);
     put_u32(out + 24, p->cfg.head_dim);
-    uint32_t crc = tl_crc32c(out, TL_KV_ENVELOPE_HEADER, 0);
-    out += TL_KV_ENVELOPE_HEADER;
+    return tl_crc32c(out, TL_KV_ENVELOPE_HEADER, 0);
+}
+
+uint32_t tl_kv_put_record(const tl_kv_pool *p, uint32_t id, uint8_t *out, uint32_t crc) {
+    put_u64(out, p->blocks[id].hash);
+    put_u32(out + 8, p->blocks[id].fill);
+    return tl_crc32c(out, TL_KV_RECORD, crc);
+}
+
+uint32_t tl_kv_put_blocks(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, uint8_t *out,
+                          uint32_t crc, int stream) {
+    zero_run zeros = {.n_bytes = 0};
     for (uint32_t i = 0; i < n; i++) {
-        const tl_kv_block *b = &p->blocks[ids[i]];
-        put_u64(out, b->hash);
-        put_u32(out + 8, b->fill);
-        export_payload(p, out + RECORD_BYTES, p->slab + ids[i] * p->block_bytes, b->fill);
-        crc = tl_crc32c(out, RECORD_BYTES + p->block_bytes, crc); /* still in cache */
-        out += RECORD_BYTES + p->block_bytes;
+        crc = tl_kv_put_record(p, ids[i], out, crc);
+        out += TL_KV_RECORD;
+        crc = put_payload(p, ids[i], out, &zeros, crc, stream);
+        out += p->block_bytes;
     }
-    put_u32(out, crc);
+    return crc;
+}
+
+tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, void *buf, size_t cap,
+                       size_t *written) {
+    if (written == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_export: written is NULL");
+    }
+    *written = 0;
+    if (buf == NULL && cap > 0) {
+        return tl_fail(TL_EINVAL, "tl_kv_export: buf is NULL");
+    }
+    size_t size;
+    const tl_status status = tl_kv_export_check(p, ids, n, "tl_kv_export", &size);
+    if (status != TL_OK) {
+        return status;
+    }
+    if (cap < size) {
+        *written = size;
+        return tl_fail(TL_EFULL, "tl_kv_export: %zu bytes needed, the buffer has %zu", size, cap);
+    }
+    uint8_t *out = buf;
+    uint32_t crc = tl_kv_put_header(p, n, out);
+    crc = tl_kv_put_blocks(p, ids, n, out + TL_KV_ENVELOPE_HEADER, crc, tl_copy_streams(size));
+    put_u32(out + size - TL_KV_TRAILER, crc);
     *written = size;
     return TL_OK;
 }
@@ -562,7 +589,7 @@ tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, voi
 static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_t len,
                                    uint32_t *n) {
     /* 1. the length is the one its own header announces */
-    if (len < TL_KV_ENVELOPE_HEADER + TRAILER_BYTES) {
+    if (len < TL_KV_ENVELOPE_HEADER + TL_KV_TRAILER) {
         return tl_fail(TL_EFORMAT, "tl_kv_import: length %zu, an envelope has at least 32 bytes",
                        len);
     }
@@ -571,9 +598,10 @@ static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_
                              .n_layers = get_u32(in + 16),
                              .n_kv_heads = get_u32(in + 20),
                              .head_dim = get_u32(in + 24)};
-    size_t plane, block;
-    const size_t expected =
-        block_sizes(&shape, &plane, &block) ? envelope_bytes(shape.n_blocks, block) : SIZE_MAX;
+    size_t plane, block = 0; /* of no blocks the size does not count, even one that overflows */
+    const size_t expected = shape.n_blocks == 0 || block_sizes(&shape, &plane, &block)
+                                ? tl_kv_envelope_bytes(shape.n_blocks, block)
+                                : SIZE_MAX;
     if (len != expected) {
         return tl_fail(TL_EFORMAT, "tl_kv_import: length %zu, the header announces %zu", len,
                        expected);
@@ -585,13 +613,13 @@ static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_
                        in[0], in[1], in[2], in[3]);
     }
     /* 3. the CRC of everything before it */
-    const uint32_t crc = tl_crc32c(in, len - TRAILER_BYTES, 0);
-    const uint32_t stored = get_u32(in + len - TRAILER_BYTES);
+    const uint32_t crc = tl_crc32c(in, len - TL_KV_TRAILER, 0);
+    const uint32_t stored = get_u32(in + len - TL_KV_TRAILER);
     if (crc != stored) {
         return tl_fail(TL_EFORMAT,
                        "tl_kv_import: CRC-32C %08" PRIx32
                        " at offset %zu, the bytes have %08" PRIx32,
-                       stored, len - TRAILER_BYTES, crc);
+                       stored, len - TL_KV_TRAILER, crc);
     }
     /* 4. version and dtype */
     if (get_u16(in + 4) != TL_KV_FORMAT_V1) {
@@ -619,7 +647,7 @@ static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_
     }
     /* 6. the records */
     size_t at = TL_KV_ENVELOPE_HEADER;
-    for (uint32_t i = 0; i < shape.n_blocks; i++, at += RECORD_BYTES + block) {
+    for (uint32_t i = 0; i < shape.n_blocks; i++, at += TL_KV_RECORD + block) {
         const uint32_t n_tokens = get_u32(in + at + 8);
         if (n_tokens == 0 || n_tokens > shape.block_tokens) {
             return tl_fail(TL_EFORMAT,
@@ -655,11 +683,18 @@ tl_status tl_kv_import(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids
         return status;
     }
     take_blocks(p, n, ids_out);
+    /* A block taken from a large slab is long out of the caches, and who needs it first reads it
+     * much later: do not read its lines only to overwrite them. */
+    const int stream = tl_copy_streams(p->cfg.n_blocks * p->block_bytes);
     const uint8_t *in = (const uint8_t *)buf + TL_KV_ENVELOPE_HEADER;
-    for (uint32_t i = 0; i < n; i++, in += RECORD_BYTES + p->block_bytes) {
+    for (uint32_t i = 0; i < n; i++, in += TL_KV_RECORD + p->block_bytes) {
         tl_kv_block *b = &p->blocks[ids_out[i]];
-        copy_f16(p->slab + ids_out[i] * p->block_bytes, in + RECORD_BYTES, p->block_bytes);
-        b->fill = get_u32(in + 8);
+        f16_from_wire(p->slab + ids_out[i] * p->block_bytes, in + TL_KV_RECORD, p->block_bytes,
+                      stream);
+        /* Validated above; bounded again because it bounds accesses to the slab, and the caller's
+         * buffer may be memory that somebody else writes. */
+        const uint32_t n_tokens = get_u32(in + 8);
+        b->fill = n_tokens < p->cfg.block_tokens ? n_tokens : p->cfg.block_tokens;
         const uint64_t hash = get_u64(in);
         uint64_t holder;
         /* Of equal hashes the first holder keeps the name; this block then stays private. The
