@@ -141,6 +141,21 @@ TL_TEST(every_bit_flip_is_refused_and_changes_nothing) {
         }
 }
 
+TL_TEST(an_envelope_of_too_many_blocks_is_refused_and_changes_nothing) {
+    for (int i = 0; i < N_SHAPES; i++)
+        for (uint32_t n = 6; n <= 9; n++) { /* 2 blocks are free, 3 cached */
+            size_t len;
+            uint8_t *env = envelope_for(shapes[i], n, &len);
+            tl_kv_pool *p = lived_in(shapes[i]);
+            kv_state before = kv_state_of(p);
+            expect_refused(p, &before, env, len, TL_EFULL);
+            expect_untouched_order(p, shapes[i]);
+            kv_state_free(&before);
+            tl_kv_pool_destroy(p);
+            free(env);
+        }
+}
+
 /* What a field is set to: the edges of its type and the neighbourhood of what it was. */
 static uint64_t interesting(uint64_t was, uint32_t which) {
     static const uint64_t fixed[] = {0,          1,          2,          3,          255,
