@@ -5,6 +5,7 @@
  *   ds.h           tl_vec, tl_map (Swiss table), tl_lru
  *   numerics.h     FNV-1a 64, float16 <-> float32
  *   kv_pool.h      the paged KV block pool: exactly the interface of format v1
+ *   kv_seq.h       sequences over a pool: prompts in, block tables out, verified prefix hits
  *   kv_pool_ext.h  what this implementation offers beyond it: options, batches, checks
  */
 #ifndef TINYLLM_H
@@ -14,6 +15,7 @@
 #include "tinyllm/ds.h"
 #include "tinyllm/kv_pool.h"
 #include "tinyllm/kv_pool_ext.h"
+#include "tinyllm/kv_seq.h"
 #include "tinyllm/numerics.h"
 
 #endif /* TINYLLM_H */

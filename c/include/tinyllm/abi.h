@@ -66,8 +66,8 @@ TL_API const char *tl_status_str(tl_status status);
 
 /*
  * The calling thread's last error: "" before any, never NULL. The text belongs to the library and
- * stays valid until this thread's next tl_ call; copy it to keep it. A call that succeeds leaves
- * the slot alone, so read it only after a call that failed.
+ * stays valid until this thread's next tl_ call; copy it to keep it. A call that succeeds does not
+ * clear the slot, and may have met and handled an error: read it only after a call that failed.
  */
 TL_API const char *tl_last_error(void);
 

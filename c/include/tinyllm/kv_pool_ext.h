@@ -40,6 +40,13 @@ TL_API size_t tl_kv_meta_bytes(const tl_kv_pool *p);
 TL_API uint32_t tl_kv_refs(const tl_kv_pool *p, uint32_t id);
 TL_API uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id);
 
+/*
+ * Frees one cached block now, whatever its place in the LRU order: it is unregistered and goes to
+ * the free list. Not counted as an eviction: nobody needed the room. TL_EINVAL, and nothing
+ * changes: the block is not cached, or id is out of range. O(1) expected.
+ */
+TL_API tl_status tl_kv_evict(tl_kv_pool *p, uint32_t id);
+
 /* ---- batches ------------------------------------------------------------------------------- */
 
 /*

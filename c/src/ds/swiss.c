@@ -30,11 +30,7 @@
 
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
 
-#if defined(__linux__)
-#include <sys/random.h>
-#endif
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #elif defined(__aarch64__)
@@ -74,20 +70,12 @@ struct tl_map {
 static uint64_t process_secret(void) {
     static _Atomic uint64_t secret;
     uint64_t s = atomic_load_explicit(&secret, memory_order_relaxed);
-    if (s != 0) {
-        return s;
-    }
-#if defined(__linux__)
-    if (getrandom(&s, sizeof s, GRND_NONBLOCK) != (ssize_t)sizeof s) {
-        s = 0;
-    }
-#endif
-    if (s == 0) { /* no entropy yet: address layout and clock are better than a constant */
-        s = ((uint64_t)(uintptr_t)&secret << 20) ^ (uint64_t)time(NULL) ^ TWO_64_OVER_PHI;
-    }
-    uint64_t expected = 0;
-    if (!atomic_compare_exchange_strong(&secret, &expected, s)) {
-        s = expected;
+    if (s == 0) {
+        tl_secret(&s, sizeof s);
+        uint64_t expected = 0;
+        if (!atomic_compare_exchange_strong(&secret, &expected, s)) {
+            s = expected;
+        }
     }
     return s;
 }

@@ -11,9 +11,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/random.h>
 #endif
 
 static _Thread_local char error_slot[TL_LAST_ERROR_CAP];
@@ -130,4 +132,21 @@ int tl_mul_size(size_t a, size_t b, size_t *out) {
     }
     *out = a * b;
     return 1;
+}
+
+void tl_secret(void *out, size_t n) {
+#if defined(__linux__)
+    if (n <= 256 && getrandom(out, n, GRND_NONBLOCK) == (ssize_t)n) { /* whole, up to 256 bytes */
+        return;
+    }
+#endif
+    uint64_t x = ((uint64_t)(uintptr_t)&hook << 20) ^ ((uint64_t)time(NULL) << 40) ^
+                 (uint64_t)clock() ^ (uint64_t)(uintptr_t)out;
+    uint8_t *bytes = out;
+    for (size_t i = 0; i < n; i++) { /* splitmix64 */
+        x += 0x9E3779B97F4A7C15u;
+        uint64_t z = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        bytes[i] = (uint8_t)(z >> 56);
+    }
 }

@@ -57,6 +57,21 @@ uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id) {
     return b == NULL ? 0 : b->hash;
 }
 
+tl_status tl_kv_evict(tl_kv_pool *p, uint32_t id) {
+    if (block_or_null(p, id, "tl_kv_evict") == NULL) {
+        return TL_EINVAL;
+    }
+    tl_kv_block *b = &p->blocks[id];
+    if (b->lru.next == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_evict: block %" PRIu32 " is not cached", id);
+    }
+    tl_lru_unlink(&p->cached, &b->lru);
+    (void)tl_map_del(p->index, b->hash);
+    b->hash = 0;
+    ((uint32_t *)p->free_ids.data)[p->free_ids.len++] = id;
+    return TL_OK;
+}
+
 /* ---- batches ------------------------------------------------------------------------------- */
 
 static int usable(const tl_kv_pool *p, const uint32_t *ids, size_t n, const char *who) {

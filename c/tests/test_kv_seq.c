@@ -1,0 +1,528 @@
+/*
+ * test_kv_seq.c - sequences over a pool: the chapter's example, each rule of kv_seq.h, and random
+ * runs in which the contents of every position are a function of the tokens up to it. A prefix hit
+ * on the wrong block, a write into a shared one, a block handed out twice or a name given too early
+ * shows as a value that does not follow from the tokens.
+ */
+#include "tinyllm/kv_pool_ext.h"
+#include "tinyllm/kv_seq.h"
+#include "tl_count_alloc.h"
+#include "tl_test.h"
+#include "tl_test_kv.h"
+#include "tl_test_state.h"
+
+#include <stdlib.h>
+
+static tl_kv_mgr *mgr_new(tl_kv_pool *p, uint32_t flags, uint32_t watermark) {
+    const tl_kv_mgr_options opt = {flags, watermark, tl_kv_evict};
+    tl_kv_mgr *m = NULL;
+    TL_OK_(tl_kv_mgr_create(p, &opt, &m));
+    return m;
+}
+
+static void mgr_end(tl_kv_mgr *m, tl_kv_pool *p) {
+    TL_OK_(tl_kv_mgr_check(m));
+    tl_kv_mgr_destroy(m);
+    TL_EQ(kv_stats(p).used, 0); /* destroy gives everything back */
+    TL_OK_(tl_kv_check(p));
+    tl_kv_pool_destroy(p);
+}
+
+static void fill_tokens(uint32_t *toks, size_t n, uint32_t first) {
+    for (size_t i = 0; i < n; i++)
+        toks[i] = first + (uint32_t)i;
+}
+
+static tl_kv_seq must_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n, size_t want_cached) {
+    tl_kv_seq s = 0;
+    TL_OK_(tl_kv_seq_allocate(m, toks, n, NULL, &s));
+    tl_kv_seq_info info;
+    TL_OK_(tl_kv_seq_info_get(m, s, &info));
+    TL_EQ(info.n_tokens, n);
+    TL_EQ(info.n_cached, want_cached);
+    return s;
+}
+
+static tl_kv_mgr_stats stats_of(const tl_kv_mgr *m) {
+    tl_kv_mgr_stats s;
+    TL_OK_(tl_kv_mgr_stats_get(m, &s));
+    return s;
+}
+
+TL_TEST(the_example_of_the_chapter) {
+    tl_kv_pool *p = kv_new(8, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[10], b[11], c[8], d[8];
+    fill_tokens(a, 10, 1);
+    fill_tokens(b, 8, 1);
+    b[8] = 99, b[9] = 98, b[10] = 97;
+    fill_tokens(c, 8, 1);
+    fill_tokens(d, 4, 5); /* the tokens of A's second block, at the beginning */
+    fill_tokens(d + 4, 4, 50);
+
+    tl_kv_seq sa = must_allocate(m, a, 10, 0);
+    KV_STATS(p, 5, 3, 0);
+    TL_OK_(tl_kv_seq_commit(m, sa, 10));
+    TL_OK_(tl_kv_seq_free(m, sa));
+    KV_STATS(p, 6, 0, 2); /* two full blocks stay, the tail does not */
+
+    tl_kv_seq sb = must_allocate(m, b, 11, 8);
+    TL_EQ(stats_of(m).hit_tokens, 8);
+    TL_EQ(stats_of(m).prompt_tokens, 21);     /* hit rate 8 / 21 */
+    tl_kv_seq sc = must_allocate(m, c, 8, 4); /* the last token is always computed */
+    tl_kv_seq sd = must_allocate(m, d, 8, 0); /* the same tokens elsewhere never hit */
+    TL_OK_(tl_kv_seq_free(m, sb));
+    TL_OK_(tl_kv_seq_free(m, sc));
+    TL_OK_(tl_kv_seq_free(m, sd));
+    mgr_end(m, p);
+}
+
+TL_TEST(match_last_and_max_cached_bound_the_prefix) {
+    tl_kv_pool *p = kv_new(8, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[8];
+    fill_tokens(a, 8, 1);
+    tl_kv_seq s = must_allocate(m, a, 8, 0), t;
+    TL_OK_(tl_kv_seq_commit(m, s, 8));
+    tl_kv_seq_info info;
+    tl_kv_request req = {0, SIZE_MAX, 0, 1};
+    TL_OK_(tl_kv_seq_allocate(m, a, 8, &req, &t));
+    TL_OK_(tl_kv_seq_info_get(m, t, &info));
+    TL_EQ(info.n_cached, 8);
+    TL_OK_(tl_kv_seq_free(m, t));
+    req = (tl_kv_request){0, 7, 0, 1};
+    TL_OK_(tl_kv_seq_allocate(m, a, 8, &req, &t));
+    TL_OK_(tl_kv_seq_info_get(m, t, &info));
+    TL_EQ(info.n_cached, 4);
+    /* a request that comes back after a preemption does not count as a prompt again */
+    const tl_kv_mgr_stats before = stats_of(m);
+    req = (tl_kv_request){0, SIZE_MAX, 1, 0};
+    tl_kv_seq u;
+    TL_OK_(tl_kv_seq_allocate(m, a, 8, &req, &u));
+    TL_EQ(stats_of(m).prompt_tokens, before.prompt_tokens);
+    TL_EQ(stats_of(m).hit_tokens, before.hit_tokens);
+    mgr_end(m, p);
+}
+
+TL_TEST(nothing_is_findable_before_its_commit) {
+    tl_kv_pool *p = kv_new(8, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[9];
+    fill_tokens(a, 9, 1);
+    tl_kv_seq s = must_allocate(m, a, 9, 0);
+    tl_kv_seq t = must_allocate(m, a, 9, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 7)); /* one full block and three positions of the next */
+    TL_EQ(tl_kv_fill(p, tl_kv_seq_blocks(m, s)[1]), 3);
+    tl_kv_seq u = must_allocate(m, a, 5, 4);
+    TL_OK_(tl_kv_seq_free(m, u));
+    TL_OK_(tl_kv_seq_free(m, s)); /* freed before the rest was computed */
+    TL_OK_(tl_kv_seq_commit(m, t, 9));
+    TL_EQ(stats_of(m).duplicates, 1); /* block 0: the first keeps the name */
+    TL_OK_(tl_kv_seq_free(m, t));
+    KV_STATS(p, 6, 0, 2);
+    TL_STATUS(tl_kv_seq_free(m, t), TL_EINVAL);
+    TL_STATUS(tl_kv_seq_commit(m, s, 1), TL_EINVAL);
+    mgr_end(m, p);
+}
+
+TL_TEST(a_refused_allocate_changes_nothing) {
+    tl_kv_pool *p = kv_new(6, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 1);
+    uint32_t a[8], b[16];
+    fill_tokens(a, 8, 1);
+    fill_tokens(b, 16, 1);
+    tl_kv_seq s = must_allocate(m, a, 8, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 8));
+    TL_OK_(tl_kv_seq_free(m, s));
+    KV_STATS(p, 2, 0, 4);
+    kv_state before = kv_state_of(p);
+    tl_kv_seq out = 77;
+    /* 16 tokens: 4 cached hits + 4 new + watermark 1 > 6 */
+    KV_REFUSED(tl_kv_seq_allocate(m, b, 16, NULL, &out), TL_EFULL);
+    TL_EQ(out, 77);
+    size_t n_cached, n_new;
+    TL_STATUS(tl_kv_seq_can_allocate(m, b, 16, NULL, &n_cached, &n_new), TL_EFULL);
+    TL_EQ(n_cached, 8);
+    TL_EQ(n_new, 4);
+    TL_STATUS(tl_kv_seq_can_allocate(m, b, 9, NULL, &n_cached, &n_new), TL_OK);
+    const char *changed = kv_state_changed(&before, p);
+    if (changed)
+        tl_test_fail(__FILE__, __LINE__, "after refusals %s", changed);
+    kv_state_free(&before);
+    /* a hit at the eviction end of a full pool survives: it is taken before anything is evicted */
+    s = must_allocate(m, b, 10, 8);
+    KV_STATS(p, 1, 5, 0);
+    mgr_end(m, p);
+}
+
+TL_TEST(forks_copy_only_what_they_write) {
+    tl_kv_pool *p = kv_new(8, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[6], more[3] = {60, 70, 80};
+    fill_tokens(a, 6, 1);
+    tl_kv_seq seqs[3];
+    seqs[0] = must_allocate(m, a, 6, 0);
+    const uint32_t tail = tl_kv_seq_blocks(m, seqs[0])[1];
+    TL_OK_(tl_kv_seq_commit(m, seqs[0], 6));
+    TL_OK_(tl_kv_seq_fork(m, seqs[0], &seqs[1]));
+    TL_OK_(tl_kv_seq_fork(m, seqs[0], &seqs[2]));
+    KV_STATS(p, 6, 2, 0);
+    tl_kv_copy copies[3];
+    size_t n_copies;
+    TL_OK_(tl_kv_seq_append_batch(m, seqs, 3, more, copies, &n_copies));
+    TL_EQ(n_copies, 2); /* of three holders two copy, the last keeps the block */
+    TL_EQ(copies[0].src, tail);
+    TL_EQ(copies[1].src, tail);
+    TL_EQ(tl_kv_seq_blocks(m, seqs[2])[1], tail);
+    TL_EQ(tl_kv_fill(p, copies[0].dst), 2);
+    KV_STATS(p, 4, 4, 0);
+    TL_OK_(tl_kv_mgr_check(m));
+    TL_STATUS(tl_kv_seq_append_batch(m, (tl_kv_seq[]){seqs[0], seqs[0]}, 2, more, NULL, NULL),
+              TL_EINVAL);
+    mgr_end(m, p);
+}
+
+TL_TEST(a_batch_that_does_not_fit_changes_nothing) {
+    tl_kv_pool *p = kv_new(4, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[4], more[3] = {7, 8, 9};
+    fill_tokens(a, 4, 1);
+    tl_kv_seq seqs[3];
+    seqs[0] = must_allocate(m, a, 2, 0);
+    seqs[1] = must_allocate(m, a + 1, 2, 0);
+    seqs[2] = must_allocate(m, a + 2, 1, 0);
+    kv_state before = kv_state_of(p);
+    KV_REFUSED(tl_kv_seq_append_batch(m, seqs, 3, more, NULL, NULL), TL_EFULL);
+    const char *changed = kv_state_changed(&before, p);
+    if (changed)
+        tl_test_fail(__FILE__, __LINE__, "after a refused batch %s", changed);
+    kv_state_free(&before);
+    TL_OK_(tl_kv_mgr_check(m));
+    TL_OK_(tl_kv_seq_append_batch(m, seqs + 1, 2, more, NULL, NULL));
+    mgr_end(m, p);
+}
+
+TL_TEST(truncate_cuts_names_and_never_writes_a_registered_block) {
+    tl_kv_pool *p = kv_new(8, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[12], other = 1000;
+    fill_tokens(a, 12, 1);
+    tl_kv_seq s = must_allocate(m, a, 12, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 12));
+    const uint32_t middle = tl_kv_seq_blocks(m, s)[1];
+    TL_OK_(tl_kv_seq_truncate(m, s, 6)); /* into a registered block */
+    KV_STATS(p, 5, 2, 1);
+    TL_EQ(tl_kv_fill(p, middle), 4); /* registered: immutable */
+    tl_kv_copy copy;
+    size_t n_copies;
+    TL_OK_(tl_kv_seq_append(m, s, &other, 1, &copy, &n_copies));
+    TL_EQ(n_copies, 1);
+    TL_EQ(copy.src, middle);
+    TL_CHECK(tl_kv_seq_blocks(m, s)[1] != middle);
+    TL_EQ(tl_kv_fill(p, copy.dst), 2); /* what is computed of it */
+    KV_STATS(p, 4, 2, 2);
+    TL_STATUS(tl_kv_seq_truncate(m, s, 8), TL_EINVAL);
+    TL_OK_(tl_kv_seq_append(m, s, &other, 1, NULL, NULL));
+    TL_OK_(tl_kv_seq_commit(m, s, 8));
+    tl_kv_seq t = must_allocate(m, a, 12, 8); /* the old chain is still whole */
+    TL_OK_(tl_kv_mgr_check(m));
+    (void)t;
+    mgr_end(m, p);
+}
+
+TL_TEST(reset_ends_hits_and_running_sequences_go_on) {
+    tl_kv_pool *p = kv_new(8, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, TL_KV_MGR_EVENTS, 0);
+    uint32_t a[6];
+    fill_tokens(a, 6, 1);
+    tl_kv_seq s = must_allocate(m, a, 6, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 4));
+    TL_OK_(tl_kv_mgr_reset(m, NULL));
+    tl_kv_seq t = must_allocate(m, a, 6, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 6)); /* computed with the old weights: never findable */
+    TL_OK_(tl_kv_seq_free(m, s));
+    KV_STATS(p, 5, 3, 0); /* not cached: freed */
+    TL_OK_(tl_kv_seq_commit(m, t, 6));
+    TL_OK_(tl_kv_seq_free(m, t));
+    must_allocate(m, a, 6, 4);
+    tl_kv_event events[16];
+    size_t n;
+    TL_OK_(tl_kv_mgr_events(m, events, 16, NULL, &n));
+    TL_EQ(n, 6); /* two stored, cleared, three stored */
+    TL_EQ(events[2].type, TL_KV_CLEARED);
+    TL_EQ(events[5].number, 5);
+    TL_EQ(events[1].parent, events[0].hash);
+    mgr_end(m, p);
+}
+
+TL_TEST(namespaces_do_not_share_and_reset_alone) {
+    tl_kv_pool *p = kv_new(16, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[5];
+    fill_tokens(a, 5, 1);
+    const uint64_t root = 0x1234567890ABCDEFu;
+    const tl_kv_request req = {root, SIZE_MAX, 0, 0};
+    tl_kv_seq s, t;
+    TL_OK_(tl_kv_seq_allocate(m, a, 5, &req, &s));
+    TL_OK_(tl_kv_seq_commit(m, s, 5));
+    t = must_allocate(m, a, 5, 0);
+    TL_OK_(tl_kv_seq_commit(m, t, 5));
+    TL_EQ(stats_of(m).duplicates, 0); /* other names */
+    TL_OK_(tl_kv_mgr_reset(m, &root));
+    must_allocate(m, a, 5, 4);
+    tl_kv_seq u;
+    tl_kv_seq_info info;
+    TL_OK_(tl_kv_seq_allocate(m, a, 5, &req, &u));
+    TL_OK_(tl_kv_seq_info_get(m, u, &info));
+    TL_EQ(info.n_cached, 0);
+    mgr_end(m, p);
+}
+
+TL_TEST(evict_makes_a_held_block_unfindable_and_frees_it_later) {
+    tl_kv_pool *p = kv_new(8, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[5];
+    fill_tokens(a, 5, 1);
+    tl_kv_seq s = must_allocate(m, a, 5, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 5));
+    const uint32_t second = tl_kv_seq_blocks(m, s)[1];
+    TL_OK_(tl_kv_mgr_evict(m, &second, 1));
+    tl_kv_seq t = must_allocate(m, a, 5, 2);
+    TL_OK_(tl_kv_seq_free(m, t));
+    TL_OK_(tl_kv_seq_free(m, s));
+    KV_STATS(p, 7, 0, 1);
+    const uint32_t far = 8;
+    TL_STATUS(tl_kv_mgr_evict(m, &far, 1), TL_EINVAL);
+    mgr_end(m, p);
+}
+
+TL_TEST(imported_blocks_are_found_once_their_tokens_are_known) {
+    tl_kv_pool *p = kv_new(8, 2, 1, 1, 2), *q = kv_new(8, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0), *n = mgr_new(q, 0, 0);
+    uint32_t a[6], wrong[5] = {1, 2, 3, 5, 5};
+    fill_tokens(a, 6, 1);
+    tl_kv_seq s = must_allocate(m, a, 5, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 5));
+    uint8_t buf[512];
+    size_t size;
+    TL_OK_(tl_kv_export(p, tl_kv_seq_blocks(m, s), 3, buf, sizeof buf, &size));
+    uint32_t ids[8];
+    TL_OK_(tl_kv_mgr_import(n, buf, size, ids));
+    tl_kv_seq t = must_allocate(n, a, 5, 0); /* no proof, no hit */
+    TL_OK_(tl_kv_seq_commit(n, t, 5));
+    TL_EQ(stats_of(n).unproven, 2);
+    TL_EQ(stats_of(n).collisions, 0);
+    TL_OK_(tl_kv_seq_free(n, t));
+    tl_kv_seq u = 9;
+    KV_REFUSED(tl_kv_mgr_adopt(n, wrong, 5, 0, ids, &u), TL_EFORMAT);
+    KV_REFUSED(tl_kv_mgr_adopt(n, a, 6, 0, ids, &u), TL_EFORMAT);
+    TL_EQ(u, 9);
+    const uint32_t twice[3] = {ids[0], ids[1], ids[0]}, nobody[3] = {ids[0], ids[1], 7};
+    KV_REFUSED(tl_kv_mgr_adopt(n, a, 5, 0, nobody, &u), TL_EINVAL);
+    KV_REFUSED(tl_kv_mgr_adopt(n, a, 5, 0, twice, &u), TL_EFORMAT); /* full, not a tail */
+    TL_OK_(tl_kv_mgr_check(n));
+    TL_OK_(tl_kv_mgr_adopt(n, a, 5, 0, ids, &u));
+    must_allocate(n, a, 5, 4);
+    TL_OK_(tl_kv_seq_free(n, u));
+    mgr_end(m, p);
+    mgr_end(n, q);
+}
+
+TL_TEST(evictions_behind_the_managers_back_are_noticed) {
+    tl_kv_pool *p = kv_new(4, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[9], order[4];
+    fill_tokens(a, 9, 1);
+    tl_kv_seq s = must_allocate(m, a, 7, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 7));
+    TL_OK_(tl_kv_seq_free(m, s));
+    const uint32_t n = kv_drain(p, order); /* somebody takes blocks from the pool itself */
+    for (uint32_t i = 0; i < n; i++)
+        TL_OK_(tl_kv_unref(p, order[i]));
+    s = must_allocate(m, a, 7, 0);
+    mgr_end(m, p);
+}
+
+TL_TEST(a_reference_from_elsewhere_forces_a_copy) {
+    tl_kv_pool *p = kv_new(4, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[2] = {1, 2}, more = 3;
+    tl_kv_seq s = must_allocate(m, a, 2, 0);
+    const uint32_t tail = tl_kv_seq_blocks(m, s)[0];
+    tl_kv_ref(p, tail); /* an export under way, say */
+    tl_kv_copy copy;
+    size_t n_copies;
+    TL_OK_(tl_kv_seq_append(m, s, &more, 1, &copy, &n_copies));
+    TL_EQ(n_copies, 1);
+    TL_EQ(copy.src, tail);
+    TL_CHECK(tl_kv_seq_blocks(m, s)[0] != tail);
+    TL_OK_(tl_kv_unref(p, tail));
+    mgr_end(m, p);
+}
+
+TL_TEST(tables_and_slots) {
+    tl_kv_pool *p = kv_new(8, 4, 3, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[6];
+    fill_tokens(a, 6, 1);
+    tl_kv_seq seqs[2] = {must_allocate(m, a, 6, 0), must_allocate(m, a, 1, 0)};
+    int32_t table[6];
+    TL_OK_(tl_kv_seq_block_tables(m, seqs, 2, 6, table, 3));
+    const int32_t want[6] = {0, 6, -1, 12, -1, -1}; /* blocks 0 1 and 2, as pages of one layer */
+    TL_MEM_EQ(table, want, sizeof want);
+    TL_STATUS(tl_kv_seq_block_tables(m, seqs, 2, 1, table, 1), TL_EINVAL);
+    TL_STATUS(tl_kv_seq_block_tables(m, seqs, 2, UINT32_MAX, table, 3), TL_EINVAL);
+    int64_t slots[5];
+    TL_OK_(tl_kv_seq_slot_mapping(m, seqs[0], 3, 5, -7, slots));
+    const int64_t want_slots[5] = {3, 4, 5, -7, -7};
+    TL_MEM_EQ(slots, want_slots, sizeof want_slots);
+    mgr_end(m, p);
+}
+
+TL_TEST(create_fails_cleanly) {
+    tl_kv_pool *p = kv_new(4, 2, 1, 1, 2);
+    tl_kv_mgr *m;
+    for (uint32_t k = 1;; k++) {
+        tl_count_fail_at(k);
+        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS, 0, tl_kv_evict};
+        const tl_status status = tl_kv_mgr_create(p, &opt, &m);
+        tl_count_fail_at(0);
+        if (status == TL_OK)
+            break;
+        TL_STATUS(status, TL_ENOMEM);
+        TL_PTR_EQ(m, NULL);
+    }
+    tl_kv_mgr_destroy(m);
+    TL_STATUS(tl_kv_mgr_create(p, &(tl_kv_mgr_options){8, 0, NULL}, &m), TL_EINVAL);
+    TL_STATUS(tl_kv_mgr_create(p, &(tl_kv_mgr_options){0, 4, NULL}, &m), TL_EINVAL);
+    tl_kv_pool_destroy(p);
+}
+
+/* ---- random runs --------------------------------------------------------------------------- */
+
+enum { LIVE = 6, MAX_TOKENS = 40 };
+
+typedef struct {
+    tl_kv_seq seq;
+    size_t n, n_computed;
+    uint32_t toks[MAX_TOKENS];
+} mirror;
+
+/* What position `at` holds: a function of all tokens up to it. */
+static uint16_t value_at(const mirror *s, size_t at, int is_v) {
+    return (uint16_t)(tl_kv_block_hash(is_v != 0, s->toks, (uint32_t)at + 1) >> 48);
+}
+
+static uint16_t *position(tl_kv_pool *p, const tl_kv_mgr *m, const mirror *s, size_t at, int is_v) {
+    const uint32_t B = kv_cfg(p).block_tokens;
+    return (uint16_t *)tl_kv_block_ptr(p, tl_kv_seq_blocks(m, s->seq)[at / B], 0, is_v) + at % B;
+}
+
+/* "Computes" the positions from n_computed to n. */
+static void compute(tl_kv_pool *p, tl_kv_mgr *m, mirror *s) {
+    for (size_t at = s->n_computed; at < s->n; at++)
+        for (int is_v = 0; is_v < 2; is_v++)
+            *position(p, m, s, at, is_v) = value_at(s, at, is_v);
+    s->n_computed = s->n;
+}
+
+static void expect_contents(tl_kv_pool *p, const tl_kv_mgr *m, const mirror *s) {
+    tl_kv_seq_info info;
+    TL_OK_(tl_kv_seq_info_get(m, s->seq, &info));
+    TL_EQ(info.n_tokens, s->n);
+    if (s->n > 0)
+        TL_MEM_EQ(tl_kv_seq_tokens(m, s->seq), s->toks, s->n * sizeof *s->toks);
+    for (size_t at = 0; at < s->n_computed; at++)
+        for (int is_v = 0; is_v < 2; is_v++)
+            TL_EQ(*position(p, m, s, at, is_v), value_at(s, at, is_v));
+}
+
+static void random_run(uint64_t seed) {
+    uint64_t r = seed;
+    const uint32_t B = 1 + (uint32_t)(tl_test_rand(&r) % 4);
+    const uint32_t n_blocks = 4 + (uint32_t)(tl_test_rand(&r) % 20);
+    tl_kv_pool *p = kv_new(n_blocks, B, 1, 1, 1);
+    tl_kv_mgr *m =
+        mgr_new(p, tl_test_rand(&r) % 2 ? TL_KV_MGR_EVENTS : 0, (uint32_t)(tl_test_rand(&r) % 2));
+    mirror live[LIVE] = {{0}};
+    for (int step = 0; step < 400; step++) {
+        mirror *s = &live[tl_test_rand(&r) % LIVE], *other = &live[tl_test_rand(&r) % LIVE];
+        const uint32_t what = (uint32_t)(tl_test_rand(&r) % 16);
+        if (s->seq == 0) {
+            mirror fresh = {.n = tl_test_rand(&r) % (MAX_TOKENS / 2)};
+            for (size_t i = 0; i < fresh.n; i++)
+                fresh.toks[i] = tl_test_rand(&r) % 8 == 0; /* mostly the same: prefixes meet */
+            const tl_status status = tl_kv_seq_allocate(m, fresh.toks, fresh.n, NULL, &fresh.seq);
+            if (status == TL_OK) {
+                tl_kv_seq_info info;
+                TL_OK_(tl_kv_seq_info_get(m, fresh.seq, &info));
+                TL_CHECK(fresh.n == 0 || info.n_cached < fresh.n);
+                fresh.n_computed = info.n_cached;
+                *s = fresh;
+            } else {
+                TL_STATUS(status, TL_EFULL);
+            }
+        } else if (what < 5) {
+            /* append to every live sequence, or to this one */
+            tl_kv_seq seqs[LIVE];
+            mirror *who[LIVE];
+            uint32_t toks[LIVE];
+            size_t n = 0;
+            for (int i = 0; i < LIVE; i++) {
+                if (live[i].seq != 0 && live[i].n < MAX_TOKENS && (what < 3 || &live[i] == s)) {
+                    who[n] = &live[i];
+                    seqs[n] = live[i].seq;
+                    toks[n++] = tl_test_rand(&r) % 4 == 0;
+                }
+            }
+            const tl_status status = tl_kv_seq_append_batch(m, seqs, n, toks, NULL, NULL);
+            for (size_t i = 0; i < n && status == TL_OK; i++) {
+                who[i]->toks[who[i]->n++] = toks[i];
+                if (tl_test_rand(&r) % 4 != 0)
+                    compute(p, m, who[i]);
+            }
+        } else if (what < 7 && s->n + 3 <= MAX_TOKENS) {
+            const uint32_t toks[3] = {0, tl_test_rand(&r) % 4 == 0, 0};
+            if (tl_kv_seq_append(m, s->seq, toks, 3, NULL, NULL) == TL_OK) {
+                memcpy(s->toks + s->n, toks, sizeof toks);
+                s->n += 3;
+                compute(p, m, s);
+            }
+        } else if (what < 9) {
+            TL_OK_(tl_kv_seq_commit(m, s->seq, s->n_computed));
+        } else if (what < 11) {
+            const size_t n = tl_test_rand(&r) % (s->n + 1);
+            TL_OK_(tl_kv_seq_truncate(m, s->seq, n));
+            s->n = n;
+            s->n_computed = s->n_computed < n ? s->n_computed : n;
+        } else if (what < 12 && other->seq == 0) {
+            *other = *s;
+            TL_OK_(tl_kv_seq_fork(m, s->seq, &other->seq));
+        } else if (what < 15) {
+            TL_OK_(tl_kv_seq_free(m, s->seq));
+            *s = (mirror){0};
+        } else if (tl_test_rand(&r) % 8 == 0) {
+            TL_OK_(tl_kv_mgr_reset(m, NULL));
+        } else if (s->n > 0) {
+            TL_OK_(tl_kv_mgr_evict(m, tl_kv_seq_blocks(m, s->seq), 1));
+        }
+        TL_OK_(tl_kv_mgr_check(m));
+        TL_OK_(tl_kv_check(p));
+        for (int i = 0; i < LIVE; i++)
+            if (live[i].seq != 0)
+                expect_contents(p, m, &live[i]);
+    }
+    mgr_end(m, p);
+}
+
+TL_TEST(random_runs_keep_every_position_true_to_its_tokens) {
+    uint64_t only;
+    if (tl_test_seed(&only)) {
+        random_run(only);
+        return;
+    }
+    for (uint64_t seed = 1; seed <= 150; seed++) {
+        tl_test_context("seed %llu", (unsigned long long)seed);
+        random_run(seed);
+    }
+}
