@@ -69,8 +69,8 @@ WIDTHS = [0, 1, 255, 256, 65535, 65536, 2**24 - 1, 2**24, 2**31, 2**32 - 1]
 def cases() -> list[dict[str, Any]]:
     small = (4, 1, 1, 4)
     return [
-        case("worked_example", "the 60 bytes of formats/kv-block.md", (2, 1, 1, 2), [1, 2], EXAMPLE),
-        case("worked_sequence", "tokens 1 to 5: two names and a tail", (2, 1, 1, 2), [1, 2, 3, 4, 5]),
+        case("worked_example", "the 60 bytes of the format page", (2, 1, 1, 2), [1, 2], EXAMPLE),
+        case("worked_sequence", "tokens 1 to 5: two names, a tail", (2, 1, 1, 2), [1, 2, 3, 4, 5]),
         case("partial_tail", "a tail of 3 of 4 positions", small, list(range(7))),
         case("several_layers", "layers are the outermost dimension", (4, 3, 1, 4), list(range(9))),
         case("several_heads", "head_dim odd, no dimension equal to another", (4, 2, 3, 5),
@@ -137,16 +137,33 @@ def good() -> Iterator[tuple[dict[str, Any], bytes]]:
         shape = kvwire.shape_of(c)
         data = write(shape, kvwire.blocks_of(c))
         yield entry(c["name"], data, "TL_OK", c["why"], shape, canonical=True)
-    yield entry("no_blocks", write(SHAPE, []), "TL_OK", "an empty envelope is valid", canonical=True)
+    yield entry(
+        "no_blocks", write(SHAPE, []), "TL_OK", "an empty envelope is valid", canonical=True
+    )
     unnamed = [Block(0, 4, payload(1)), full(2)]
-    yield entry("full_without_a_name", write(SHAPE, unnamed), "TL_OK",
-                "a full block need not be registered", canonical=True)
+    yield entry(
+        "full_without_a_name",
+        write(SHAPE, unnamed),
+        "TL_OK",
+        "a full block need not be registered",
+        canonical=True,
+    )
     twice = [full(1), Block(full(1).block_hash, 4, payload(2))]
-    yield entry("two_of_one_name", write(SHAPE, twice), "TL_OK",
-                "the first holder keeps the name, the second block is private", canonical=False)
+    yield entry(
+        "two_of_one_name",
+        write(SHAPE, twice),
+        "TL_OK",
+        "the first holder keeps the name, the second block is private",
+        canonical=False,
+    )
     stale = kvwire.header(SHAPE, 1) + raw_record(Block(0, 3, payload(3)))
-    yield entry("values_past_n_tokens", seal(stale), "TL_OK",
-                "a reader takes them as they are; its own export has zeros there", canonical=False)
+    yield entry(
+        "values_past_n_tokens",
+        seal(stale),
+        "TL_OK",
+        "a reader takes them as they are; its own export has zeros there",
+        canonical=False,
+    )
 
 
 # ---- bad envelopes ------------------------------------------------------------------------------
@@ -175,7 +192,10 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
     other_crc = {
         "crc_zero": (bytes(4), "no checksum"),
         "crc_big_endian": (ok[:-5:-1], "its bytes reversed"),
-        "crc_without_final_xor": (u32(kvwire.crc32c(ok[:-4]) ^ 0xFFFFFFFF), "not inverted at the end"),
+        "crc_without_final_xor": (
+            u32(kvwire.crc32c(ok[:-4]) ^ 0xFFFFFFFF),
+            "not inverted at the end",
+        ),
         "crc_of_the_payload": (u32(kvwire.crc32c(ok[28:-4])), "the header left out"),
         "crc_32_of_zip": (u32(zlib.crc32(ok[:-4])), "another polynomial"),
     }
@@ -196,12 +216,24 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
     yield rule(1, "n_blocks_one_more", patched(ok, 8, u32(3)), "n_blocks 3, two records")
     yield rule(1, "n_blocks_max", patched(ok, 8, u32(2**32 - 1)), "n_blocks 2^32 - 1")
     yield rule(1, "dimensions_max", patched(ok, 12, b"\xff" * 16), "B, L, H, D all 2^32 - 1")
-    yield rule(1, "payload_wraps_at_64_bits", sized(1, Shape(2**31, 2**31, 1, 1), 44),
-               "P is 2^64: 0 for who multiplies without looking")
-    yield rule(1, "payload_wraps_at_32_bits", sized(1, Shape(2**15, 2**15, 1, 1), 44),
-               "P is 2^32: 0 in 32 bits")
-    yield rule(1, "length_wraps_at_64_bits", sized(2**30, Shape(1, 1, 1, 2**32 - 3), 32),
-               "n * (12 + P) is 2^64")
+    yield rule(
+        1,
+        "payload_wraps_at_64_bits",
+        sized(1, Shape(2**31, 2**31, 1, 1), 44),
+        "P is 2^64: 0 for who multiplies without looking",
+    )
+    yield rule(
+        1,
+        "payload_wraps_at_32_bits",
+        sized(1, Shape(2**15, 2**15, 1, 1), 44),
+        "P is 2^32: 0 in 32 bits",
+    )
+    yield rule(
+        1,
+        "length_wraps_at_64_bits",
+        sized(2**30, Shape(1, 1, 1, 2**32 - 3), 32),
+        "n * (12 + P) is 2^64",
+    )
     yield rule(1, "length_wraps_at_32_bits", sized(2**30, SHAPE, 32), "n * (12 + P) is 27 * 2^32")
     yield rule(1, "big_endian_header", patched(ok, 8, bytes(reversed(u32(2)))), "n_blocks 2^25")
     yield rule(2, "magic_reversed", patched(ok, 0, b"VKLT"), "the magic as a big-endian word")
@@ -209,7 +241,9 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
     yield rule(2, "magic_of_zeros", patched(ok, 0, bytes(4)), "no magic")
     yield rule(3, "bit_of_the_version_flipped", ok[:4] + b"\0" + ok[5:], "one bit, same checksum")
     yield rule(3, "bit_of_a_name_flipped", ok[:28] + bytes([ok[28] ^ 1]) + ok[29:], "one bit")
-    yield rule(3, "bit_of_the_payload_flipped", ok[:-5] + bytes([ok[-5] ^ 128]) + ok[-4:], "one bit")
+    yield rule(
+        3, "bit_of_the_payload_flipped", ok[:-5] + bytes([ok[-5] ^ 128]) + ok[-4:], "one bit"
+    )
     for name, (crc, reason) in other_crc.items():
         yield rule(3, name, ok[:-4] + crc, reason)
     yield rule(4, "version_0", patched(ok, 4, u16(0)), "version 0")
@@ -217,8 +251,12 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
     yield rule(4, "version_big_endian", patched(ok, 4, b"\0\1"), "version 256")
     yield rule(4, "dtype_f32", patched(ok, 6, u16(0)), "dtype 0")
     yield rule(4, "dtype_bf16", patched(ok, 6, u16(2)), "dtype 2")
-    yield rule(4, "version_and_dtype_swapped_for_2_and_1", patched(ok, 4, u16(2) + u16(1)),
-               "as a writer of version 2 would begin")
+    yield rule(
+        4,
+        "version_and_dtype_swapped_for_2_and_1",
+        patched(ok, 4, u16(2) + u16(1)),
+        "as a writer of version 2 would begin",
+    )
     for name, shape in {
         "block_tokens": Shape(2, 2, 1, 6),
         "n_layers": Shape(4, 1, 2, 3),
@@ -229,11 +267,17 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
         "n_kv_heads_alone": Shape(4, 2, 2, 3),
     }.items():
         data = write(shape, [Block(0, 1, bytes(shape.payload_bytes))])
-        yield rule(5, f"shape_{name}", data, f"{shape}, the pool has another {name.split('_al')[0]}")
+        yield rule(
+            5, f"shape_{name}", data, f"{shape}, the pool has another {name.split('_al')[0]}"
+        )
     yield rule(5, "shape_of_zeros", sized(0, Shape(0, 0, 0, 0), 32), "no blocks of no shape")
     top = 2**32 - 1
-    yield rule(5, "shape_zero_among_giants_1", sized(1, Shape(0, top, top, top), 44),
-               "P is 0 although a part of the product overflows")
+    yield rule(
+        5,
+        "shape_zero_among_giants_1",
+        sized(1, Shape(0, top, top, top), 44),
+        "P is 0 although a part of the product overflows",
+    )
     yield rule(5, "shape_zero_among_giants_2", sized(1, Shape(top, top, top, 0), 44), "the same")
     yield rule(5, "shape_zero_among_giants_3", sized(1, Shape(top, 0, top, top), 44), "the same")
     yield rule(5, "shape_zero_head_dim", sized(2, Shape(4, 2, 1, 0), 56), "payloads of 0 bytes")
@@ -242,15 +286,18 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
     yield rule(6, "n_tokens_max", patched(ok, 36, u32(2**32 - 1)), "n_tokens 2^32 - 1")
     yield rule(6, "n_tokens_0_in_the_last_record", patched(ok, second + 8, u32(0)), "record 1")
     yield rule(6, "named_partial_block", patched(ok, second, u64(1)), "a name with 3 of 4 tokens")
-    yield rule(6, "unnamed_n_tokens_0", patched(patched(ok, 28, u64(0)), 36, u32(0)), "no name, empty")
+    yield rule(
+        6, "unnamed_n_tokens_0", patched(patched(ok, 28, u64(0)), 36, u32(0)), "no name, empty"
+    )
     # Two faults at once: the earlier rule decides.
     yield rule(1, "length_before_everything", b"KVLT" + ok[4:-5], "length and magic and checksum")
     other = write(Shape(4, 2, 1, 5), [Block(0, 1, bytes(160))])
     yield rule(3, "crc_before_shape", other[:-4] + bytes(4), "checksum and shape")
     yield rule(4, "version_before_shape", patched(other, 4, u16(2)), "version and shape")
     yield rule(5, "shape_before_n_tokens", patched(other, 36, u32(0)), "shape and n_tokens")
-    yield rule(6, "n_tokens_before_room", patched(ok, 36, u32(9)), "n_tokens, and no room",
-               n_blocks=1)
+    yield rule(
+        6, "n_tokens_before_room", patched(ok, 36, u32(9)), "n_tokens, and no room", n_blocks=1
+    )
     # Not the envelope's fault.
     yield rule(0, "more_blocks_than_the_pool", ok, "two blocks for a pool of one", n_blocks=1)
 

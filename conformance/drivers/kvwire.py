@@ -193,9 +193,7 @@ def read(data: bytes, shape: Shape, room: int | None = None) -> list[Block]:
 
 
 def shape_of(case: dict[str, Any]) -> Shape:
-    return Shape(
-        case["block_tokens"], case["n_layers"], case["n_kv_heads"], case["head_dim"]
-    )
+    return Shape(case["block_tokens"], case["n_layers"], case["n_kv_heads"], case["head_dim"])
 
 
 def blocks_of(case: dict[str, Any]) -> list[Block]:
