@@ -224,8 +224,8 @@ template <class T> void Ints<T>::read_array(PyArrayObject *array) {
     grow(n);
     nb::object swapped;
     if (!PyArray_ISNOTSWAPPED(array)) {
-        swapped = nb::steal(
-            PyArray_CastToType(array, PyArray_DescrFromType(type), /* fortran: */ 0));
+        swapped =
+            nb::steal(PyArray_CastToType(array, PyArray_DescrFromType(type), /* fortran: */ 0));
         if (!swapped.is_valid()) {
             throw nb::python_error();
         }
@@ -269,7 +269,7 @@ Ints<T>::Ints(nb::handle value, const char *name, Form form) : name_(name), form
         if (!converted.is_valid()) {
             nb::python_error cause;
             raise_type_from(cause, "%s: the %s cannot be read as a NumPy array", name,
-                                    kind_of(value));
+                            kind_of(value));
         }
         o = converted.ptr();
     }
@@ -320,8 +320,7 @@ Buffer::Buffer(nb::handle value, const char *name) {
                    name, kind_of(value));
     }
     nb::python_error cause;
-    raise_value_from(cause, "%s: the %s has no C-contiguous buffer to read", name,
-                             kind_of(value));
+    raise_value_from(cause, "%s: the %s has no C-contiguous buffer to read", name, kind_of(value));
 }
 
 nb::object new_array(size_t n, int typenum) {

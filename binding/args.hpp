@@ -29,7 +29,7 @@ namespace nb = nanobind;
 enum class Form { scalar, array, either };
 
 template <class T> class Ints {
-public:
+  public:
     // Reads `value`, which errors call `name`. Throws nb::python_error.
     Ints(nb::handle value, const char *name, Form form = Form::either);
     Ints(const Ints &) = delete;
@@ -48,7 +48,7 @@ public:
         return data_[i];
     }
 
-private:
+  private:
     static constexpr size_t inline_cap = 512;
 
     bool read_int(nb::handle value);
@@ -105,7 +105,7 @@ bool flag_arg(nb::handle value, const char *name);
 
 // A C-contiguous buffer, held for as long as the object lives: nobody can resize or free it.
 class Buffer {
-public:
+  public:
     Buffer(nb::handle value, const char *name);
     Buffer(const Buffer &) = delete;
     Buffer &operator=(const Buffer &) = delete;
@@ -120,7 +120,7 @@ public:
         return static_cast<size_t>(view_.len);
     }
 
-private:
+  private:
     Py_buffer view_;
 };
 

@@ -7,7 +7,8 @@
 
 namespace kvpool::docs {
 
-constexpr const char *pool = R"(A slab of KV cache blocks with reference counts, a prefix index and a wire format.
+constexpr const char *pool =
+    R"(A slab of KV cache blocks with reference counts, a prefix index and a wire format.
 
 A block holds K and V of ``block_tokens`` consecutive positions, for every layer and KV head, as
 float16 ``(n_layers, 2, n_kv_heads, block_tokens, head_dim)``: index 0 of the second axis is K,
@@ -70,7 +71,8 @@ Source: seed section 2.1.
 array([1, 2, 3], dtype=uint32)
 )";
 
-constexpr const char *ref = R"(Adds one reference to each block: a fork does this to every block of its parent.
+constexpr const char *ref =
+    R"(Adds one reference to each block: a fork does this to every block of its parent.
 
 An id that appears k times gets k references.
 
@@ -144,7 +146,8 @@ Source: seed section 2.2.
 array([1, 1], dtype=uint32)
 )";
 
-constexpr const char *set_fill = R"(Says how many positions of each block hold data: 0 to ``block_tokens``.
+constexpr const char *set_fill =
+    R"(Says how many positions of each block hold data: 0 to ``block_tokens``.
 
 ``n_tokens`` is one number for all, or one for each id. Positions past the fill are exported as
 zeros, and only full blocks can be registered.
@@ -174,7 +177,8 @@ Raises:
 0
 )";
 
-constexpr const char *register_ = R"(Makes full blocks findable under their hashes, and immutable from now on.
+constexpr const char *register_ =
+    R"(Makes full blocks findable under their hashes, and immutable from now on.
 
 Returns True when the block carries the hash afterwards, False when another block holds that hash:
 the normal answer when two requests computed equal blocks; the block stays a private copy. For rows:
@@ -212,7 +216,8 @@ True
 array([7, 0], dtype=uint64)
 )";
 
-constexpr const char *lookup = R"(Finds registered blocks by hash and takes a reference on each one found.
+constexpr const char *lookup =
+    R"(Finds registered blocks by hash and takes a reference on each one found.
 
 Returns the block's id, or None for a miss, which is the normal answer for a new prompt. For a row:
 int64 ``(n,)`` with -1 for misses; each hash is looked up, also behind a miss. A cached block is
@@ -274,7 +279,8 @@ Raises:
 (3, 1, 2, 4)
 )";
 
-constexpr const char *export_ = R"(Writes held blocks into an envelope: bytes that another process can import.
+constexpr const char *export_ =
+    R"(Writes held blocks into an envelope: bytes that another process can import.
 
 ``ids`` is a row, in the order of the sequence; an id may appear more than once. The envelope has
 each block's hash, fill and values, with zeros past the fill, and a CRC-32C; it is a function of
@@ -293,7 +299,8 @@ Source: seed section 2.4; formats/kv-block.md.
 (b'TLKV', True)
 )";
 
-constexpr const char *export_bytes = R"(The size in bytes of an envelope of ``n`` blocks: 28 + n * (12 + block_bytes) + 4.
+constexpr const char *export_bytes =
+    R"(The size in bytes of an envelope of ``n`` blocks: 28 + n * (12 + block_bytes) + 4.
 
 Raises:
     InvalidArgument: ``n`` is no integer from 0 to 2**32 - 1, or the size overflows 64 bits.
@@ -305,7 +312,8 @@ Source: seed section 2.4.
 60
 )";
 
-constexpr const char *import_ = R"(Takes blocks for an envelope, copies its values in and registers its full blocks.
+constexpr const char *import_ =
+    R"(Takes blocks for an envelope, copies its values in and registers its full blocks.
 
 ``buffer`` is anything with a C-contiguous buffer (bytes, bytearray, memoryview, mmap, a NumPy
 array), read in place; the GIL is released for large ones. Returns uint32 ``(n,)``: the blocks in
@@ -331,7 +339,8 @@ True
 (array([7, 0], dtype=uint64), array([2, 1], dtype=uint32))
 )";
 
-constexpr const char *check = R"(Compares everything the pool stores twice, and raises at the first disagreement.
+constexpr const char *check =
+    R"(Compares everything the pool stores twice, and raises at the first disagreement.
 
 Every block in exactly one state, the free list without duplicates, the LRU list, the index against
 the records in both directions, fills and counts. For tests and debugging; O(n_blocks).
@@ -359,7 +368,8 @@ Traceback (most recent call last):
 kvpool.errors.InvalidArgument: the pool is closed
 )";
 
-constexpr const char *stats = R"(Stats(free, used, cached, evictions): blocks in each state, counted in O(1).
+constexpr const char *stats =
+    R"(Stats(free, used, cached, evictions): blocks in each state, counted in O(1).
 
 Raises:
     InvalidArgument: the pool is closed.
@@ -382,7 +392,8 @@ constexpr const char *block_bytes =
 constexpr const char *meta_bytes =
     "Bytes the pool has allocated besides its slab: records, free list, index.";
 
-constexpr const char *block_hash = R"(The name of a full block: chained FNV-1a 64 over the parent's hash and the token ids.
+constexpr const char *block_hash =
+    R"(The name of a full block: chained FNV-1a 64 over the parent's hash and the token ids.
 
 ``parent`` is the hash of the block before it, 0 for the first; ``tokens`` is a row of ints from 0 to
 2**32 - 1. Equal hashes mean equal prefixes, unless somebody forged them: the hash is not
@@ -399,7 +410,8 @@ Source: seed section 2.3.
 '0x3df829571605c60'
 )";
 
-constexpr const char *block_hashes = R"(The hashes of a prompt's full blocks, each chained to the one before.
+constexpr const char *block_hashes =
+    R"(The hashes of a prompt's full blocks, each chained to the one before.
 
 Returns uint64 ``(len(tokens) // block_tokens,)``: a partial block at the end has no hash. ``parent``
 is the root of the chain: 0, or the hash of the last full block when a longer prompt goes on. The
@@ -414,7 +426,8 @@ Source: seed section 2.3.
 ['0xa91ab0c1027b9366', '0x3df829571605c60']
 )";
 
-constexpr const char *crc32c = R"(CRC-32C (Castagnoli) of a C-contiguous buffer; ``crc`` continues an earlier result.
+constexpr const char *crc32c =
+    R"(CRC-32C (Castagnoli) of a C-contiguous buffer; ``crc`` continues an earlier result.
 
 The checksum of the wire format: reflected polynomial 0x82F63B78, initial value and final XOR
 0xFFFFFFFF. The GIL is released for large buffers.

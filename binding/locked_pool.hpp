@@ -36,7 +36,7 @@ struct Failure {
 };
 
 class Memory {
-public:
+  public:
     explicit Memory(tl_kv_pool *pool) noexcept : pool_(pool) {}
     Memory(const Memory &) = delete;
     Memory &operator=(const Memory &) = delete;
@@ -48,12 +48,12 @@ public:
         return pool_;
     }
 
-private:
+  private:
     tl_kv_pool *pool_;
 };
 
 class LockedPool {
-public:
+  public:
     explicit LockedPool(std::shared_ptr<Memory> memory) noexcept : memory_(std::move(memory)) {}
 
     // Runs op(tl_kv_pool *) -> tl_status under the mutex and keeps its error text in `failure`. op
@@ -86,7 +86,7 @@ public:
         return memory_ == nullptr;
     }
 
-private:
+  private:
     template <class Op> tl_status locked(Op &&op, Failure &failure) noexcept {
         tl_status st;
         if (memory_ == nullptr) {

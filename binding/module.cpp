@@ -95,7 +95,7 @@ NB_MODULE(_core, m) {
                   "NDArray[numpy.uint64]"),
           docs::block_hashes);
     m.def("crc32c", &crc32c, "buffer"_a.none(), "crc"_a.none() = 0,
-          nb::sig("def crc32c(buffer: Buffer, crc: Int = 0) -> int"), docs::crc32c);
+          nb::sig("def crc32c(buffer: Buffer | NDArray[Any], crc: Int = 0) -> int"), docs::crc32c);
     m.def(
         "_raise_status", [](int32_t status, const char *text) { raise_status(status, text); },
         "Raises the exception of a tl_status, for the tests of that table.");

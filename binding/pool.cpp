@@ -41,10 +41,11 @@ nb::object int_object(uint64_t x) {
 }
 
 [[noreturn]] void refuse_copy(const char *what) {
-    PyErr_Format(PyExc_TypeError,
-                 "a Pool cannot be %s: its blocks are shared by reference counts inside one process. "
-                 "Move contents with export() and import_(), or create a new Pool",
-                 what);
+    PyErr_Format(
+        PyExc_TypeError,
+        "a Pool cannot be %s: its blocks are shared by reference counts inside one process. "
+        "Move contents with export() and import_(), or create a new Pool",
+        what);
     throw nb::python_error();
 }
 
@@ -242,10 +243,14 @@ template <class Read> nb::object Pool::read_each(nb::handle ids, int typenum, Re
     run(in.size() >= bulk_items ? Work::bulk : Work::constant, [&](tl_kv_pool *p) -> tl_status {
         for (size_t i = 0; i < in.size(); i++) {
             if (in[i] >= cfg_.n_blocks) {
-                return in.is_scalar() ? fail(TL_EINVAL, "id %u is out of range: the pool has %u "
-                                                        "blocks", in[i], cfg_.n_blocks)
-                                      : fail(TL_EINVAL, "ids[%zu] = %u is out of range: the pool "
-                                                        "has %u blocks", i, in[i], cfg_.n_blocks);
+                return in.is_scalar() ? fail(TL_EINVAL,
+                                             "id %u is out of range: the pool has %u "
+                                             "blocks",
+                                             in[i], cfg_.n_blocks)
+                                      : fail(TL_EINVAL,
+                                             "ids[%zu] = %u is out of range: the pool "
+                                             "has %u blocks",
+                                             i, in[i], cfg_.n_blocks);
             }
         }
         for (size_t i = 0; i < in.size(); i++) {
@@ -452,8 +457,9 @@ nb::object Pool::stats() {
 
 void Pool::check() {
     Failure failure;
-    call(cfg_.n_blocks >= bulk_items ? Work::bulk : Work::constant,
-         [](tl_kv_pool *p) { return tl_kv_check(p); }, failure);
+    call(
+        cfg_.n_blocks >= bulk_items ? Work::bulk : Work::constant,
+        [](tl_kv_pool *p) { return tl_kv_check(p); }, failure);
     if (failure.status == TL_OK) {
         return;
     }
@@ -466,25 +472,25 @@ void Pool::check() {
 nb::object Pool::repr(nb::handle self) {
     tl_kv_stats s{};
     Failure failure;
-    call(Work::constant,
-         [&](tl_kv_pool *p) {
-             tl_kv_stats_get(p, &s);
-             return TL_OK;
-         },
-         failure);
+    call(
+        Work::constant,
+        [&](tl_kv_pool *p) {
+            tl_kv_stats_get(p, &s);
+            return TL_OK;
+        },
+        failure);
     char text[320];
-    int n = std::snprintf(text, sizeof text,
-                          "(n_blocks=%u, block_tokens=%u, n_layers=%u, n_kv_heads=%u, head_dim=%u",
-                          cfg_.n_blocks, cfg_.block_tokens, cfg_.n_layers, cfg_.n_kv_heads,
-                          cfg_.head_dim);
+    int n = std::snprintf(
+        text, sizeof text, "(n_blocks=%u, block_tokens=%u, n_layers=%u, n_kv_heads=%u, head_dim=%u",
+        cfg_.n_blocks, cfg_.block_tokens, cfg_.n_layers, cfg_.n_kv_heads, cfg_.head_dim);
     if (failure.status == TL_OK) {
         std::snprintf(text + n, sizeof text - n, "; free=%u, used=%u, cached=%u, evictions=%u)",
                       s.free, s.used, s.cached, s.evictions);
     } else {
         std::snprintf(text + n, sizeof text - n, "; closed)");
     }
-    return checked(PyUnicode_FromFormat("%U%s", nb::object(self.type().attr("__name__")).ptr(),
-                                        text));
+    return checked(
+        PyUnicode_FromFormat("%U%s", nb::object(self.type().attr("__name__")).ptr(), text));
 }
 
 // ---- the class ----------------------------------------------------------------------------------
@@ -502,9 +508,9 @@ void bind_pool(nb::module_ &m) {
                 new (self)
                     Pool(n_blocks, block_tokens, n_layers, n_kv_heads, head_dim, touch, huge_pages);
             },
-            "n_blocks"_a.none(), "block_tokens"_a.none() = 16, nb::kw_only(),
-            "n_layers"_a.none(), "n_kv_heads"_a.none(), "head_dim"_a.none(),
-            "touch"_a.none() = false, "huge_pages"_a.none() = true,
+            "n_blocks"_a.none(), "block_tokens"_a.none() = 16, nb::kw_only(), "n_layers"_a.none(),
+            "n_kv_heads"_a.none(), "head_dim"_a.none(), "touch"_a.none() = false,
+            "huge_pages"_a.none() = true,
             nb::sig("def __init__(self, n_blocks: Int, block_tokens: Int = 16, *, n_layers: Int, "
                     "n_kv_heads: Int, head_dim: Int, touch: bool = False, "
                     "huge_pages: bool = True) -> None"))
@@ -530,42 +536,56 @@ void bind_pool(nb::module_ &m) {
              nb::sig("def lookup(self, hashes: Ints) -> object"), d::lookup)
         .def("block", &Pool::block, "id"_a.none(),
              nb::sig("def block(self, id: Int) -> NDArray[numpy.float16]"), d::block)
-        .def_prop_ro("slab", &Pool::slab, nb::sig("def slab(self) -> NDArray[numpy.float16]"), d::slab)
+        .def_prop_ro("slab", &Pool::slab, nb::sig("def slab(self) -> NDArray[numpy.float16]"),
+                     d::slab)
         .def("export", &Pool::export_, "ids"_a.none(),
              nb::sig("def export(self, ids: Array) -> bytes"), d::export_)
         .def("export_bytes", &Pool::export_bytes, "n"_a.none(),
              nb::sig("def export_bytes(self, n: Int) -> int"), d::export_bytes)
         .def("import_", &Pool::import_, "buffer"_a.none(),
-             nb::sig("def import_(self, buffer: Buffer) -> NDArray[numpy.uint32]"), d::import_)
+             nb::sig("def import_(self, buffer: Buffer | NDArray[Any]) -> NDArray[numpy.uint32]"),
+             d::import_)
         .def("check", &Pool::check, d::check)
         .def("close", &Pool::close, d::close)
 
         .def_prop_ro("stats", &Pool::stats, nb::sig("def stats(self) -> Stats"), d::stats)
         .def_prop_ro("closed", &Pool::closed, d::closed)
-        .def_prop_ro("n_blocks", [](const Pool &p) { return p.cfg().n_blocks; }, d::n_blocks)
-        .def_prop_ro("block_tokens", [](const Pool &p) { return p.cfg().block_tokens; },
-                     d::block_tokens)
-        .def_prop_ro("n_layers", [](const Pool &p) { return p.cfg().n_layers; }, d::n_layers)
-        .def_prop_ro("n_kv_heads", [](const Pool &p) { return p.cfg().n_kv_heads; }, d::n_kv_heads)
-        .def_prop_ro("head_dim", [](const Pool &p) { return p.cfg().head_dim; }, d::head_dim)
-        .def_prop_ro("dtype", [](const Pool &) { return "float16"; }, d::dtype)
-        .def_prop_ro("format", [](const Pool &p) { return p.cfg().format; }, d::format)
+        .def_prop_ro(
+            "n_blocks", [](const Pool &p) { return p.cfg().n_blocks; }, d::n_blocks)
+        .def_prop_ro(
+            "block_tokens", [](const Pool &p) { return p.cfg().block_tokens; }, d::block_tokens)
+        .def_prop_ro(
+            "n_layers", [](const Pool &p) { return p.cfg().n_layers; }, d::n_layers)
+        .def_prop_ro(
+            "n_kv_heads", [](const Pool &p) { return p.cfg().n_kv_heads; }, d::n_kv_heads)
+        .def_prop_ro(
+            "head_dim", [](const Pool &p) { return p.cfg().head_dim; }, d::head_dim)
+        .def_prop_ro(
+            "dtype", [](const Pool &) { return "float16"; }, d::dtype)
+        .def_prop_ro(
+            "format", [](const Pool &p) { return p.cfg().format; }, d::format)
         .def_prop_ro("block_bytes", &Pool::block_bytes, d::block_bytes)
         .def_prop_ro("meta_bytes", &Pool::meta_bytes, d::meta_bytes)
 
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); },
-             nb::sig("def __enter__(self) -> Self"))
-        .def("__exit__", [](Pool &p, nb::args) { p.close(); },
-             nb::sig("def __exit__(self, *exc_info: object) -> None"))
-        .def("__repr__", [](nb::handle self) { return nb::cast<Pool &>(self).repr(self); },
-             nb::sig("def __repr__(self) -> str"))
-        .def("__reduce_ex__", [](Pool &, nb::handle) { refuse_copy("pickled"); },
-             nb::sig("def __reduce_ex__(self, protocol: SupportsIndex, /) -> "
-                     "NoReturn"))
-        .def("__copy__", [](Pool &) { refuse_copy("copied"); },
-             nb::sig("def __copy__(self) -> NoReturn"))
-        .def("__deepcopy__", [](Pool &, nb::handle) { refuse_copy("copied"); },
-             nb::sig("def __deepcopy__(self, memo: object, /) -> NoReturn"));
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __enter__(self) -> Self"))
+        .def(
+            "__exit__", [](Pool &p, nb::args) { p.close(); },
+            nb::sig("def __exit__(self, *exc_info: object) -> None"))
+        .def(
+            "__repr__", [](nb::handle self) { return nb::cast<Pool &>(self).repr(self); },
+            nb::sig("def __repr__(self) -> str"))
+        .def(
+            "__reduce_ex__", [](Pool &, nb::handle) { refuse_copy("pickled"); },
+            nb::sig("def __reduce_ex__(self, protocol: SupportsIndex, /) -> "
+                    "NoReturn"))
+        .def(
+            "__copy__", [](Pool &) { refuse_copy("copied"); },
+            nb::sig("def __copy__(self) -> NoReturn"))
+        .def(
+            "__deepcopy__", [](Pool &, nb::handle) { refuse_copy("copied"); },
+            nb::sig("def __deepcopy__(self, memo: object, /) -> NoReturn"));
 }
 
 } // namespace kvpool

@@ -18,7 +18,7 @@ constexpr size_t bulk_bytes = 64 * 1024;
 constexpr size_t bulk_items = 4096;
 
 class Pool {
-public:
+  public:
     Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb::handle n_kv_heads,
          nb::handle head_dim, nb::handle touch, nb::handle huge_pages);
     Pool(const Pool &) = delete;
@@ -56,7 +56,7 @@ public:
         return meta_bytes_;
     }
 
-private:
+  private:
     enum class Work { constant, bulk };
 
     // Runs op under the mutex and raises when it fails; quiet: returns this status instead.

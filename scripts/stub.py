@@ -25,7 +25,13 @@ PATTERNS = ROOT / "binding" / "stub_patterns.txt"
 
 def generate() -> str:
     patterns = load_pattern_file(str(PATTERNS))
-    generator = StubGen(module=kvpool._core, include_docstrings=True, patterns=patterns, quiet=True)
+    generator = StubGen(
+        module=kvpool._core,
+        include_docstrings=True,
+        include_private=True,
+        patterns=patterns,
+        quiet=True,
+    )
     generator.put(kvpool._core)
     text = generator.get()
     unused = [p.query.pattern for p in patterns if p.matches == 0]

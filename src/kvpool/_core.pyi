@@ -375,6 +375,34 @@ class Pool:
         60
         """
 
+    def import_(self, buffer: Buffer | NDArray[Any]) -> NDArray[numpy.uint32]:
+        """
+        Takes blocks for an envelope, copies its values in and registers its full blocks.
+
+        ``buffer`` is anything with a C-contiguous buffer (bytes, bytearray, memoryview, mmap, a NumPy
+        array), read in place; the GIL is released for large ones. Returns uint32 ``(n,)``: the blocks in
+        the envelope's order, one reference each. A hash that another block holds already leaves the new
+        block a private copy. The envelope is checked whole first: a refused one changes nothing at all.
+
+        Raises:
+            CorruptEnvelope: wrong length, magic, checksum, version, dtype, or an illegal block record.
+            ShapeMismatch: block_tokens, n_layers, n_kv_heads or head_dim differ from the pool's.
+            PoolFull: fewer blocks are free or cached than it holds.
+            InvalidArgument: the buffer is not contiguous, or no buffer at all.
+
+        Source: seed section 2.4; formats/kv-block.md.
+
+        >>> a = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
+        >>> b = kvpool.Pool(8, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
+        >>> ids = a.alloc(2)
+        >>> a.set_fill(ids, [2, 1])
+        >>> a.register(int(ids[0]), 7)
+        True
+        >>> arrived = b.import_(a.export(ids))
+        >>> b.hash(arrived), b.fill(arrived)
+        (array([7, 0], dtype=uint64), array([2, 1], dtype=uint32))
+        """
+
     def check(self) -> None:
         """
         Compares everything the pool stores twice, and raises at the first disagreement.
@@ -512,7 +540,7 @@ def block_hashes(tokens: Array, block_tokens: Int = 16, parent: Int = 0) -> NDAr
     ['0xa91ab0c1027b9366', '0x3df829571605c60']
     """
 
-def crc32c(buffer: Buffer, crc: Int = 0) -> int:
+def crc32c(buffer: Buffer | NDArray[Any], crc: Int = 0) -> int:
     """
     CRC-32C (Castagnoli) of a C-contiguous buffer; ``crc`` continues an earlier result.
 
@@ -529,3 +557,6 @@ def crc32c(buffer: Buffer, crc: Int = 0) -> int:
     >>> kvpool.crc32c(b"6789", kvpool.crc32c(b"12345")) == kvpool.crc32c(b"123456789")
     True
     """
+
+def _raise_status(arg0: int, arg1: str, /) -> None:
+    """Raises the exception of a tl_status, for the tests of that table."""
