@@ -207,9 +207,20 @@ tl_status tl_kv_register_many(tl_kv_pool *p, const uint32_t *ids, const uint64_t
                 tl_map_prefetch_tags(p->index, hashes[j]);
             }
         }
-        const uint64_t before = p->blocks[ids[i]].hash;
-        status = tl_kv_register(p, ids[i], hashes[i]);
-        if (TL_UNLIKELY(status != TL_OK && status != TL_EBUSY)) {
+        tl_kv_block *b = &p->blocks[ids[i]];
+        if (b->hash == 0 && b->fill == p->cfg.block_tokens && hashes[i] != 0) {
+            /* That another block holds the name is an answer here, no error: no text in the slot.
+             */
+            uint64_t holder;
+            registered[i] = 0;
+            if (tl_map_insert(p->index, hashes[i], ids[i], &holder) == TL_OK) {
+                b->hash = hashes[i];
+                registered[i] = 2; /* made by this call */
+            }
+            continue;
+        }
+        status = tl_kv_register(p, ids[i], hashes[i]); /* under this name already, or refused */
+        if (TL_UNLIKELY(status != TL_OK)) {
             /* Every registration made here is younger than the call, and all blocks are used, so
              * taking it back restores the index and touches no order. */
             for (size_t j = i; j-- > 0;) {
@@ -220,7 +231,7 @@ tl_status tl_kv_register_many(tl_kv_pool *p, const uint32_t *ids, const uint64_t
             }
             return status;
         }
-        registered[i] = status == TL_EBUSY ? 0 : before == 0 ? 2 : 1; /* 2: made by this call */
+        registered[i] = 1;
     }
     for (size_t i = 0; i < n; i++) {
         registered[i] = registered[i] != 0;
@@ -338,6 +349,9 @@ tl_status tl_kv_check(const tl_kv_pool *p) {
 
     size_t n_cached = 0;
     const tl_list_node *sentinel = &p->cached.head;
+    if (sentinel->next == NULL || sentinel->next->prev != sentinel) {
+        return tl_fail(TL_EINVAL, "tl_kv_check: the LRU list's links are broken");
+    }
     for (const tl_list_node *node = sentinel->next; node != sentinel; node = node->next) {
         if (node == NULL || node->next == NULL || node->next->prev != node || n_cached == n) {
             return tl_fail(TL_EINVAL, "tl_kv_check: the LRU list's links are broken");
