@@ -208,6 +208,26 @@ TL_TEST(lookup_many_takes_a_reference_for_every_hit) {
     tl_kv_pool_destroy(p);
 }
 
+TL_TEST(evict_frees_one_cached_block_wherever_it_is_in_the_order) {
+    tl_kv_pool *p = mixed();
+    TL_OK_(tl_kv_unref(p, 1)); /* cached now, oldest first: 7 6 1 */
+    TL_OK_(tl_kv_evict(p, 6));
+    KV_STATS(p, 3, 5, 2);
+    TL_EQ(kv_stats(p).evictions, 0); /* nobody needed the room */
+    TL_OK_(tl_kv_check(p));
+    kv_expect_miss(p, 0x106);
+    TL_EQ(tl_kv_hash(p, 6), 0);
+    static const uint32_t not_cached[] = {6, 8, 0, 4, N, UINT32_MAX};
+    for (int i = 0; i < 6; i++)
+        REFUSED(p, tl_kv_evict(p, not_cached[i]), "tl_kv_evict");
+    REFUSED(p, tl_kv_evict(NULL, 0), "tl_kv_evict");
+    uint32_t order[N];
+    TL_EQ(kv_drain(p, order), 5);
+    static const uint32_t want[] = {6, 8, 9, 7, 1};
+    TL_MEM_EQ(order, want, sizeof want);
+    tl_kv_pool_destroy(p);
+}
+
 TL_TEST(block_hashes_is_the_chain) {
     uint32_t toks[100];
     uint64_t rng = 6, out[101];
