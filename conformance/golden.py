@@ -274,6 +274,12 @@ def bad() -> Iterator[tuple[dict[str, Any], bytes]]:
     top = 2**32 - 1
     yield rule(
         5,
+        "no_blocks_of_a_giant_shape",
+        sized(0, Shape(top, top, top, top), 32),
+        "no blocks have no bytes, whatever P is",
+    )
+    yield rule(
+        5,
         "shape_zero_among_giants_1",
         sized(1, Shape(0, top, top, top), 44),
         "P is 0 although a part of the product overflows",

@@ -63,6 +63,9 @@ impl Shape {
     }
 
     fn envelope_bytes(&self, n_blocks: u32) -> Option<u64> {
+        if n_blocks == 0 {
+            return Some((HEADER + TRAILER) as u64); // of no blocks the size does not count
+        }
         let record = self.payload_bytes()?.checked_add(RECORD as u64)?;
         let records = record.checked_mul(u64::from(n_blocks))?;
         records.checked_add((HEADER + TRAILER) as u64)
