@@ -28,11 +28,12 @@ class ModelFileError(EngineError, ValueError):
 class MissingPackage(EngineError, ImportError):
     """A package of the ``model`` extra is not installed.
 
-    >>> print(MissingPackage.named("gguf"))
-    the package 'gguf' is missing: pip install 'kvpool[model]'
+    >>> print(MissingPackage.named("rich.box"))
+    the package 'rich' is missing: pip install 'kvpool[model]'
     """
 
     @classmethod
-    def named(cls, package: str | None) -> MissingPackage:
-        """The error for one package, by its import name."""
+    def named(cls, module: str | None) -> MissingPackage:
+        """The error for the package of one module, as ``ImportError.name`` has it."""
+        package = (module or "?").partition(".")[0]
         return cls(f"the package {package!r} is missing: pip install 'kvpool[model]'")

@@ -1,0 +1,372 @@
+"""``kvpool generate`` and ``kvpool config`` as their users meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_support import Llama, load
+from tiny_llama import TinyLlama
+
+import kvpool
+from kvpool.cli import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A tiny model with room for answers that do not end by themselves."""
+    weights = TinyLlama(n_layers=2, context_length=100_000, eos=False)
+    return str(weights.write(tmp_path_factory.mktemp("cli") / "tiny.gguf"))
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "kvpool", *args]
+
+
+def run(*args: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, timeout=60, check=False, **options
+    )
+
+
+def one_line(text: str) -> str:
+    assert text.endswith("\n")
+    assert text.count("\n") == 1, text
+    return text[:-1]
+
+
+# ---- what it shows ------------------------------------------------------------------------------
+
+
+def test_plain_text_in_a_pipe(model) -> None:
+    done = run("generate", "--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens=5")
+    assert done.returncode == 0, done.stderr
+    assert one_line(done.stderr) == f"loading {model} ..."
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert "> one" in lines
+    assert "> two" in lines
+    (header,) = [line for line in lines if line.startswith("prompt ")]
+    assert "from cache" in header
+    assert "tokens/s" in header
+    (total,) = [line.split() for line in lines if line.startswith("all ")]
+    assert int(total[3]) == 10
+    (blocks,) = [line for line in lines if line.startswith("blocks: ")]
+    assert " 0 used, " in blocks
+
+
+def test_one_json_document_and_nothing_else(model) -> None:
+    prompts = ["first question", "second question", "first question"]
+    args = [part for prompt in prompts for part in ("--prompt", prompt)]
+    done = run(
+        *("generate", "--model", model, "--json", *args, "--n", "2", "--max-tokens", "7"),
+        *("--temperature", "0.9", "--seed", "3", "--block-tokens", "8"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    document = json.loads(done.stdout)
+    assert set(document) == {
+        *("kvpool", "model", "settings", "prompts", "total", "pool", "interrupted"),
+    }
+    assert document["kvpool"] == kvpool.__version__
+    assert document["interrupted"] is False
+    assert document["settings"]["seed"] == 3
+    tokenizer, pool = load(Path(model)).tokenizer, document["pool"]
+    for prompt, text in zip(document["prompts"], prompts, strict=True):
+        tokens = tokenizer.chat(text, document["settings"]["system"])
+        assert prompt["prompt"] == text
+        assert prompt["prompt_tokens"] == len(tokens)
+        assert len(prompt["samples"]) == 2
+        for sample in prompt["samples"]:
+            assert sample["finish"] == "length"
+            assert sample["text"] == tokenizer.decode(sample["tokens"])
+            assert len(sample["tokens"]) == 7
+        assert prompt["peak_bytes"] == prompt["peak_blocks"] * pool["block_bytes"]
+        positions = len(tokens) + 6
+        assert prompt["contiguous_bytes"] == 2 * positions * document["model"]["kv_bytes_per_token"]
+    first, second, third = document["prompts"]
+    assert first["samples"] == third["samples"]  # a seed gives the same answers anywhere
+    assert first["cached_tokens"] == 0
+    chats = [tokenizer.chat(text, document["settings"]["system"]) for text in prompts]
+    common = next(i for i, ids in enumerate(zip(*chats, strict=False)) if len({*ids}) > 1)
+    assert second["cached_tokens"] == common // 8 * 8 > 0
+    assert third["cached_tokens"] == (third["prompt_tokens"] - 1) // 8 * 8
+    assert document["total"]["cached_tokens"] == second["cached_tokens"] + third["cached_tokens"]
+    assert document["total"]["tokens"] == 42
+    assert pool["used"] == 0
+    assert pool["free"] + pool["cached"] == pool["n_blocks"]
+
+
+def test_the_cache_can_be_switched_off(model, capsys) -> None:
+    args = ["generate", "--model", model, "--json", "--prompt=x", "--prompt=x", "--max-tokens=3"]
+    documents = []
+    for kind in ("hash", "none"):
+        assert main([*args, "--prefix-cache", kind]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    on, off = documents
+    assert on["total"]["cached_tokens"] > 0
+    assert off["total"]["cached_tokens"] == off["pool"]["cached"] == 0
+    assert [p["samples"] for p in on["prompts"]] == [p["samples"] for p in off["prompts"]]
+
+
+def test_colors_and_a_table_on_a_terminal(model) -> None:
+    leader, follower = pty.openpty()
+    args = command("generate", "--model", model, "--prompt", "one", "--n", "2", "--max-tokens", "4")
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen(args, stdout=follower, stderr=follower, env=environment) as process:
+        os.close(follower)
+        shown = b""
+        while True:
+            try:
+                part = os.read(leader, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(leader)
+    assert process.returncode == 0, shown
+    text = shown.decode()
+    assert "loading" in text
+    assert "\x1b[" in text
+    for word in ("> one", "[1] ", "[2] ", "tokens/s", "contiguous", "prefix cache", " 0 used, "):
+        assert word in text
+
+
+def test_prompts_from_a_file_and_from_stdin(model, tmp_path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  two \n", encoding="utf-8")
+    for args, options in (([str(path)], {}), (["-"], {"input": "one\ntwo\n"})):
+        done = run(
+            "generate", "--model", model, "--json", "--max-tokens=2", "--prompts", *args, **options
+        )
+        assert [prompt["prompt"] for prompt in json.loads(done.stdout)["prompts"]] == ["one", "two"]
+
+
+def test_output_that_cannot_be_encoded_is_replaced(model) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = run("generate", "--model", model, "--prompt", "é", "--max-tokens=20", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "> ?" in done.stdout
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+REFUSED = {
+    "--n 0": "argument --n: 0 is not in 1..4294967295",
+    "--n x": "argument --n: 'x' is no whole number",
+    "--n 1.5": "argument --n: '1.5' is no whole number",
+    "--max-tokens -1": "argument --max-tokens: -1 is not in 1..",
+    "--temperature -1": "argument --temperature: -1 is not finite and at least 0",
+    "--temperature nan": "argument --temperature: nan is not finite",
+    "--temperature inf": "argument --temperature: inf is not finite",
+    "--temperature warm": "argument --temperature: 'warm' is no number",
+    "--seed -1": "argument --seed: -1 is not in 0..",
+    "--blocks 0": "argument --blocks: 0 is not in 1..",
+    "--blocks 4294967296": "argument --blocks: 4294967296 is not in 1..",
+    "--block-tokens 0": "argument --block-tokens: 0 is not in 1..",
+    "--prefix-cache some": "argument --prefix-cache: invalid choice: 'some'",
+    "--prompt a --prompts b": "argument --prompts: not allowed with argument --prompt",
+    "--prompts no-such-file": "--prompts no-such-file: No such file or directory",
+    "--prompts /dev/null": "--prompts /dev/null: no prompts in it",
+    "--model no-such-file": "no-such-file: No such file or directory",
+    "--model /dev/null": "/dev/null: not a GGUF file",
+    "--max-tok 5": "unrecognized arguments: --max-tok 5",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(line: str, capsys, monkeypatch) -> None:
+    monkeypatch.chdir("/")
+    try:
+        code = main(["generate", "--json", *line.split()])
+    except SystemExit as stop:
+        code = stop.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert one_line(shown.err).startswith("kvpool")
+    assert REFUSED[line] in shown.err
+
+
+def test_an_empty_prompt_and_a_file_that_is_no_text(model, tmp_path, capsys) -> None:
+    assert main(["generate", "--model", model, "--prompt", "  "]) == 2
+    assert "--prompt: the text is empty" in one_line(capsys.readouterr().err)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\0")
+    assert main(["generate", "--model", model, "--prompts", str(tmp_path / "binary")]) == 2
+    assert "not UTF-8" in one_line(capsys.readouterr().err)
+
+
+def test_a_pool_too_small_says_how_many_blocks_it_takes(model, capsys) -> None:
+    tokens = len(load(Path(model)).tokenizer.chat("hello"))
+    args = ["generate", "--json", "--model", model, "--system", "", "--prompt", "hello"]
+    args += ["--block-tokens", "4", "--max-tokens", "9", "--n", "2"]
+    needed = tokens // 4 + 2 * (-(-(tokens + 8) // 4) - tokens // 4)
+    assert main([*args, "--blocks", str(needed - 1)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    text = one_line(shown.err)
+    assert f"prompt 1 needs {needed} blocks of 4 tokens ({tokens} prompt tokens" in text
+    assert f"the pool has {needed - 1}" in text
+    assert main([*args, "--blocks", str(needed)]) == 0
+
+
+def test_a_prompt_longer_than_the_context_is_refused(model, capsys) -> None:
+    args = ["generate", "--model", model, "--json", "--prompt", "hi", "--max-tokens", "100000"]
+    assert main(args) == 2
+    assert "longer than the model's context of 100000" in capsys.readouterr().err
+
+
+def test_a_pool_that_no_memory_can_hold(model, capsys) -> None:
+    args = ["generate", "--model", model, "--json", "--prompt", "hi", "--max-tokens", "1"]
+    assert main([*args, "--blocks", "4294967295", "--block-tokens", "4294967295"]) == 2
+    assert one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("package", ["gguf", "tokenizers", "jinja2", "rich"])
+def test_a_missing_package_says_how_to_install_it(package: str, model) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from kvpool.cli import main\n"
+        f"sys.exit(main(['generate', '--json', '--prompt', 'x', '--model', {model!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    expected = f"the package '{package}' is missing: pip install 'kvpool[model]'"
+    assert expected in one_line(done.stderr)
+
+
+def test_the_command_line_and_config_need_no_optional_package() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('gguf', 'tokenizers', 'jinja2', 'rich'): sys.modules[name] = None\n"
+        "from kvpool.cli import main\n"
+        "sys.exit(main(['config', '--include']))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+# ---- how it ends --------------------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_away_is_no_error(model) -> None:
+    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "50000")
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait(30) == 141
+    assert one_line(errors).startswith("loading")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_a_full_disk_is_one_line(model, form) -> None:
+    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "5", *form)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_tells_what_was_done(model) -> None:
+    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "90000")
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(20)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    last = errors.decode().splitlines()[-1]
+    assert last.startswith("kvpool generate: interrupted; 0 of 1 prompts answered, ")
+    assert last.endswith("tokens generated, 0 blocks in use")
+    assert b" 0 used, " in out
+
+
+def test_ctrl_c_leaves_one_json_document_about_what_was_done(model, capsys, monkeypatch) -> None:
+    forward, calls = Llama.forward, 0
+
+    def interrupted(self, spans):
+        nonlocal calls
+        calls += len(spans) == 2  # steps of both samples, five for each prompt
+        if calls == 7:
+            signal.raise_signal(signal.SIGINT)  # in the middle of a pass
+        return forward(self, spans)
+
+    monkeypatch.setattr(Llama, "forward", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    args = ["generate", "--model", model, "--json", "--system=", "--n=2", "--max-tokens=6"]
+    assert main([*args, "--prompt=a", "--prompt=b", "--prompt=c"]) == 130
+    assert signal.getsignal(signal.SIGINT) == before
+    document = json.loads(capsys.readouterr().out)
+    assert document["interrupted"] is True
+    assert document["pool"]["used"] == 0
+    finished = [[s["finish"] for s in prompt["samples"]] for prompt in document["prompts"]]
+    assert finished == [["length"] * 2, [None] * 2]
+
+
+def test_ctrl_c_while_the_model_loads(model, capsys, monkeypatch) -> None:
+    from kvpool.engine.gguf_file import ModelFile
+
+    weight = ModelFile.weight
+
+    def interrupted(self, name, *shape):
+        if name == "blk.0.ffn_up.weight":
+            signal.raise_signal(signal.SIGINT)
+        return weight(self, name, *shape)
+
+    monkeypatch.setattr(ModelFile, "weight", interrupted)
+    assert main(["generate", "--json", "--model", model, "--prompt", "x"]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert one_line(shown.err) == "kvpool generate: interrupted"
+
+
+# ---- config -------------------------------------------------------------------------------------
+
+
+def test_config_prints_paths_that_exist() -> None:
+    include = Path(one_line(run("config", "--include").stdout))
+    assert (include / "tinyllm" / "kv_pool.h").is_file()
+    assert Path(one_line(run("config", "--library").stdout)).is_file()
+    assert one_line(run("config", "--version").stdout) == kvpool.__version__
+    assert one_line(run("--version").stdout) == f"kvpool {kvpool.__version__}"
+
+
+def test_config_without_the_files_says_so(monkeypatch, capsys, tmp_path) -> None:
+    from kvpool.cli import config
+
+    def no_library() -> str:
+        raise FileNotFoundError("no libtinyllm under here")
+
+    monkeypatch.setattr(config, "get_include", lambda: str(tmp_path))
+    monkeypatch.setattr(config, "get_library", no_library)
+    for flag, text in (("--include", "no C headers"), ("--library", "no libtinyllm")):
+        assert main(["config", flag]) == 2
+        assert text in one_line(capsys.readouterr().err)
+
+
+def test_config_asks_for_exactly_one_thing(capsys) -> None:
+    for args in ([], ["--include", "--library"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["config", *args])
+        assert one_line(capsys.readouterr().err)
+
+
+def test_no_command_is_a_mistake_and_help_is_none(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert one_line(capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    assert "--prefix-cache" in capsys.readouterr().out
