@@ -37,6 +37,15 @@ TL_TEST(cow_copies_shared_blocks) {
     /* Each of the two has one holder, and comes back when that one goes. */
     TL_OK_(tl_kv_unref(p, parent));
     KV_STATS(p, 1, 1, 0);
+
+    /* Of three holders one takes a copy: two are left. */
+    tl_kv_ref(p, child);
+    tl_kv_ref(p, child);
+    TL_OK_(tl_kv_cow(p, child, &out));
+    TL_CHECK(out != child);
+    TL_OK_(tl_kv_unref(p, out));
+    TL_OK_(tl_kv_unref(p, child));
+    KV_STATS(p, 1, 1, 0);
     TL_OK_(tl_kv_unref(p, child));
     KV_STATS(p, 2, 0, 0);
     KV_REFUSED(tl_kv_cow(p, parent, &out), TL_EINVAL);

@@ -37,4 +37,8 @@ TL_TEST(hash_chain_by_hand) {
     for (int i = 0; i < 12; i++)
         h = (h ^ bytes[i]) * 0x100000001B3u;
     TL_EQ(tl_kv_block_hash(0, &id, 1), h);
+
+    /* Ids whose FNV-1a is 0; but 0 means "no hash". */
+    static const uint32_t zero[4] = {0x370251BA, 0x06022D0F, 0x0A173A14, 0x25250A10};
+    TL_EQ(tl_kv_block_hash(0, zero, 4), 1);
 }

@@ -58,7 +58,13 @@ static void send(uint8_t *env) {
         uint8_t *r = wire_record(want, (size_t)i, P);
         wire_put(r, i == 0 ? 0xF00D : 0, 8);
         wire_put(r + WIRE_N_TOKENS, i == 0 ? B : 3, 4);
-        memcpy(r + WIRE_RECORD, tl_kv_block_ptr(p, ids[i], 0, 0), P);
+        for (size_t j = 0; j < P / 2; j++) { /* layer by layer, K then V */
+            const size_t plane = j / (H * B * D);
+            wire_put(r + WIRE_RECORD + 2 * j,
+                     kv_value(i == 0 ? 0xF00D : 0xBEEF, (uint32_t)plane / 2, plane % 2 != 0,
+                              j % (H * B * D)),
+                     2);
+        }
         wire_zero_past(r + WIRE_RECORD, i == 0 ? B : 3, B, L, H, D);
     }
     wire_seal(want, SIZE);
@@ -116,10 +122,17 @@ TL_TEST(roundtrip_and_bit_flip) {
     refused(env, WIRE_HEADER + WIRE_N_TOKENS, B + 1, 4, TL_EFORMAT);
     refused(env, WIRE_HEADER + WIRE_N_TOKENS, B - 1, 4, TL_EFORMAT); /* hashed, but partial */
 
-    /* A pool whose blocks have the same bytes in another order. */
-    tl_kv_pool *p = kv_new(6, B, H, L, D);
-    uint32_t got[N];
-    KV_REFUSED(tl_kv_import(p, env, SIZE, got), TL_ESHAPE);
-    KV_STATS(p, 6, 0, 0);
-    tl_kv_pool_destroy(p);
+    /* Pools of other shapes: one dimension off, or as many bytes in another order. */
+    static const uint32_t shapes[][4] = {{B + 1, L, H, D}, {B, L + 1, H, D}, {B, L, H + 1, D},
+                                         {B, L, H, D + 1}, {B, H, L, D},     {L, B, H, D}};
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        const uint32_t *s = shapes[i];
+        tl_kv_pool *p = kv_new(6, s[0], s[1], s[2], s[3]);
+        uint32_t got[N];
+        tl_test_context("B %u, L %u, H %u, D %u", s[0], s[1], s[2], s[3]);
+        KV_REFUSED(tl_kv_import(p, env, SIZE, got), TL_ESHAPE);
+        KV_STATS(p, 6, 0, 0);
+        tl_kv_pool_destroy(p);
+    }
+    tl_test_context("%s", "");
 }
