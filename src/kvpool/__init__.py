@@ -42,6 +42,7 @@ from .errors import (
     TransferError,
     Unsupported,
 )
+from .namespaces import namespace
 
 __version__ = "0.1.0"
 
@@ -68,4 +69,5 @@ __all__ = [
     "errors",
     "get_include",
     "get_library",
+    "namespace",
 ]
