@@ -9,7 +9,7 @@
 
 /* Unlinks n, which is in l, and marks it as being in no list. */
 static inline void tl_lru_unlink(tl_lru *l, tl_list_node *n) {
-    n->prev->next = n->next;
+    n->prev->next = n->next; // NOLINT(clang-analyzer-core.NullDereference): it is in l
     n->next->prev = n->prev;
     n->prev = n->next = NULL;
     l->len--;

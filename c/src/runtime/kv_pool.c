@@ -563,12 +563,12 @@ tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, voi
     if (buf == NULL && cap > 0) {
         return tl_fail(TL_EINVAL, "tl_kv_export: buf is NULL");
     }
-    size_t size;
+    size_t size = 0;
     const tl_status status = tl_kv_export_check(p, ids, n, "tl_kv_export", &size);
     if (status != TL_OK) {
         return status;
     }
-    if (cap < size) {
+    if (buf == NULL || cap < size) {
         *written = size;
         return tl_fail(TL_EFULL, "tl_kv_export: %zu bytes needed, the buffer has %zu", size, cap);
     }

@@ -278,7 +278,7 @@ tl_status tl_kv_seq_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n, const
         return tl_fail(TL_EINVAL, "%s: out is NULL", who);
     }
     req = req == NULL ? &default_request : req;
-    plan p;
+    plan p = {0};
     tl_status status = make_plan(m, toks, n, req, who, &p);
     if (status != TL_OK) {
         return status;
@@ -320,7 +320,7 @@ tl_status tl_kv_seq_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n, const
 tl_status tl_kv_seq_can_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n,
                                  const tl_kv_request *req, size_t *n_cached, size_t *n_new) {
     static const char who[] = "tl_kv_seq_can_allocate";
-    plan p;
+    plan p = {0};
     const tl_status status = make_plan(m, toks, n, req == NULL ? &default_request : req, who, &p);
     if (status != TL_OK) {
         return status;
@@ -811,7 +811,7 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
         return tl_fail(TL_EINVAL, "%s: %s is NULL", who, out == NULL ? "out" : "ids");
     }
     const tl_kv_request req = {root, 0, 1, 0};
-    plan p;
+    plan p = {0};
     tl_status status = make_plan(m, toks, n, &req, who, &p);
     if (status != TL_OK) {
         return status;
