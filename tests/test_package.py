@@ -89,8 +89,7 @@ def test_a_c_program_is_built_against_the_package(tmp_path: Path) -> None:
          str(program), f"-L{library.parent}", f"-Wl,-rpath,{library.parent}", "-ltinyllm"],
         check=True,
     )  # fmt: skip
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    done = subprocess.run([program], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
     assert done.stdout == "a91ab0c1027b9366 TL_EINVAL\n"
 
 
@@ -123,6 +122,7 @@ def test_import_needs_only_numpy() -> None:
     assert {m for m in new if not m.startswith("_kvpool_editable")} == {"kvpool"}
 
 
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="sanitizers take their time")
 def test_import_takes_less_than_100_ms() -> None:
     code = (
         "import time\n"
@@ -132,12 +132,12 @@ def test_import_takes_less_than_100_ms() -> None:
         "import kvpool\n"
         "print(b - a, time.perf_counter() - b)"
     )
-    own = [float(python(code).split()[1]) for _ in range(5)]
-    assert min(own) < 0.030, f"kvpool itself, without NumPy: {own}"
-    whole = [sum(map(float, python(code).split())) for _ in range(5)]
-    if "LD_PRELOAD" not in os.environ:  # sanitizers
-        numpy_alone = [float(python(code).split()[0]) for _ in range(5)]
-        assert min(whole) < max(0.100, min(numpy_alone) + 0.030), whole
+    runs = [tuple(map(float, python(code).split())) for _ in range(7)]
+    ours = sorted(own for _, own in runs)
+    assert ours[len(ours) // 2] < 0.030, f"kvpool itself, without NumPy: {ours}"
+    # NumPy alone may take longer than all of it should on a busy machine.
+    numpy = min(numpy for numpy, _ in runs)
+    assert min(map(sum, runs)) < max(0.100, numpy + 0.030), runs
 
 
 def test_the_stub_is_up_to_date() -> None:

@@ -16,8 +16,6 @@ Int: TypeAlias = int | numpy.integer[Any]
 Array: TypeAlias = Sequence[int] | Sequence[numpy.integer[Any]] | NDArray[numpy.integer[Any]]
 Ints: TypeAlias = Int | Array
 
-__file__: str
-
 abi_version: int = 1
 
 class Pool:
