@@ -20,6 +20,7 @@ from typing import Any
 
 from . import patches
 from .assets import Assets
+from .process import run
 from .testprogram import TestRun, run_tests
 from .toolchain import BuildError, Toolchain, dependents, n_jobs
 from .trouble import Trouble
@@ -164,25 +165,29 @@ class Workshop:
         return self._library
 
     def suite(self, name: str, sources: Iterable[Path], flags: Sequence[str] = ()) -> Suite:
-        """Compiles a program of tests and asks for its names. Raises :class:`BuildError`."""
+        """Compiles a program of tests and asks for its names. Raises :class:`BuildError`.
+
+        Named ``unit/...``, only the tests that a mutant's entry names are run over the mutant.
+        """
         folder = self.folder / f"suite-{name.replace('/', '-')}"
         chain = self.chain if not flags else _with_flags(self.chain, flags)
         objects = chain.compile_all(
             [*sources, *self.assets.test_helpers], folder, self.test_include
         )
         program = self.chain.link([*objects, self.library()], folder / "reference")
-        listed = run_tests(program, env=self.chain.env, limit_s=MUTANT_LIMIT_S, test_limit_s=20)
-        if not listed.tests:
-            ending = listed.ended.ending() if listed.ended else "nothing ran"
-            raise BuildError(f"running {name}", f"the program has no tests ({ending})")
-        return Suite(name, tuple(objects), tuple(test.name for test in listed.tests))
+        listed = run([program, "--list"], timeout_s=30, env=self.chain.env)
+        names = tuple(listed.stdout.split())
+        if listed.code != 0 or not names:
+            raise BuildError(f"running {name}", f"it lists no tests ({listed.ending()})")
+        return Suite(name, tuple(objects), names)
 
-    def run_reference(self, suite: Suite) -> TestRun:
-        """The suite over the library as it is."""
+    def run_reference(self, suite: Suite, names: Sequence[str] = ()) -> TestRun:
+        """The suite, or some of its tests, over the library as it is."""
         program = self.folder / f"suite-{suite.name.replace('/', '-')}" / "reference"
         return run_tests(
             program,
             expected=suite.tests,
+            names=names,
             env=self.chain.env,
             test_limit_s=60,
             limit_s=120,
@@ -235,7 +240,7 @@ class Workshop:
             objects = self.mutate(mutant)
             kills = [self._run_over(mutant, suite, objects) for suite in suites]
         except (patches.PatchError, BuildError, ValueError) as error:
-            note = str(error)
+            note = "; ".join(str(error).splitlines()[:2])[:400]
             seconds = time.monotonic() - start
             return [Kill(mutant, s.name, "broken", note=note, seconds=seconds) for s in suites]
         shutil.rmtree(self.folder / "mutants" / mutant.id, ignore_errors=True)
@@ -251,6 +256,7 @@ class Workshop:
         result = run_tests(
             program,
             expected=suite.tests,
+            names=mutant.tests if suite.name.startswith("unit/") else (),
             env=env,
             test_limit_s=MUTANT_TEST_LIMIT_S,
             limit_s=MUTANT_LIMIT_S,
