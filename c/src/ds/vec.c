@@ -68,7 +68,7 @@ tl_status tl_vec_push(tl_vec *v, const void *x) {
 
 void *tl_vec_at(const tl_vec *v, size_t i) {
     if (v == NULL || i >= v->len) {
-        (void)tl_fail(TL_EINVAL, "tl_vec_at: index %zu of %zu elements", i, v ? v->len : 0);
+        tl_errorf("tl_vec_at: index %zu of %zu elements", i, v ? v->len : 0);
         return NULL;
     }
     return (char *)v->data + i * v->elem;

@@ -49,12 +49,11 @@ void tl_set_last_error(const char *msg) {
     error_slot[n] = '\0';
 }
 
-tl_status tl_fail(tl_status status, const char *fmt, ...) {
+void tl_errorf(const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
     (void)vsnprintf(error_slot, sizeof error_slot, fmt, args);
     va_end(args);
-    return status;
 }
 
 static void *malloc_alloc(void *user, size_t n, size_t align) {
@@ -93,12 +92,12 @@ void *tl_alloc(size_t n, size_t align) {
         return NULL;
     }
     if (align == 0 || (align & (align - 1)) != 0) {
-        (void)tl_fail(TL_EINVAL, "tl_alloc: align %zu is not a power of two", align);
+        tl_errorf("tl_alloc: align %zu is not a power of two", align);
         return NULL;
     }
     void *p = hook.alloc(hook.user, n, align);
     if (p == NULL) {
-        (void)tl_fail(TL_ENOMEM, "tl_alloc: no memory for %zu bytes", n);
+        tl_errorf("tl_alloc: no memory for %zu bytes", n);
     }
     return p;
 }

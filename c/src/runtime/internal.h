@@ -21,9 +21,12 @@
 #define TL_COLD
 #endif
 
-/* Sets the error slot to the formatted text and returns status: `return tl_fail(TL_EINVAL, ...)`.
- * Texts start with the name of the public function, then say what was expected and found. */
-TL_COLD tl_status tl_fail(tl_status status, const char *fmt, ...) TL_PRINTF(2, 3);
+/* Sets the error slot to the formatted text. Texts start with the name of the public function, then
+ * say what was expected and found. */
+TL_COLD void tl_errorf(const char *fmt, ...) TL_PRINTF(1, 2);
+
+/* The same, as the value status: `return tl_fail(TL_EINVAL, "tl_kv_alloc: ids is NULL")`. */
+#define tl_fail(status, ...) (tl_errorf(__VA_ARGS__), (status))
 
 /*
  * tl_alloc for an array that may be large and is visited at random. From TL_HUGE_PAGE bytes up it

@@ -149,12 +149,12 @@ uint32_t mgr_namespace(tl_kv_mgr *m, uint64_t root, const char *who) {
     const tl_namespace ns = {root, 0, tl_proof_start(&m->key, root, 0)};
     at = m->namespaces.len;
     if (at >= NS_NONE || tl_vec_push(&m->namespaces, &ns) != TL_OK) {
-        (void)tl_fail(TL_ENOMEM, "%s: no memory for another namespace", who);
+        tl_errorf("%s: no memory for another namespace", who);
         return NS_NONE;
     }
     if (tl_map_put(m->ns_by_root, root, at) != TL_OK) {
         m->namespaces.len--;
-        (void)tl_fail(TL_ENOMEM, "%s: no memory for another namespace", who);
+        tl_errorf("%s: no memory for another namespace", who);
         return NS_NONE;
     }
     return (uint32_t)at;

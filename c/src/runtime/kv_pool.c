@@ -136,7 +136,7 @@ void tl_kv_pool_destroy(tl_kv_pool *p) {
 
 void tl_kv_pool_cfg(const tl_kv_pool *p, tl_kv_cfg *out) {
     if (out == NULL || p == NULL) {
-        (void)tl_fail(TL_EINVAL, "tl_kv_pool_cfg: %s is NULL", out == NULL ? "out" : "p");
+        tl_errorf("tl_kv_pool_cfg: %s is NULL", out == NULL ? "out" : "p");
         if (out != NULL) {
             memset(out, 0, sizeof *out);
         }
@@ -147,7 +147,7 @@ void tl_kv_pool_cfg(const tl_kv_pool *p, tl_kv_cfg *out) {
 
 void tl_kv_stats_get(const tl_kv_pool *p, tl_kv_stats *out) {
     if (out == NULL || p == NULL) {
-        (void)tl_fail(TL_EINVAL, "tl_kv_stats_get: %s is NULL", out == NULL ? "out" : "p");
+        tl_errorf("tl_kv_stats_get: %s is NULL", out == NULL ? "out" : "p");
         if (out != NULL) {
             memset(out, 0, sizeof *out);
         }
@@ -164,12 +164,12 @@ void tl_kv_stats_get(const tl_kv_pool *p, tl_kv_stats *out) {
 /* Why block_at or held_block_at has no record to give; always NULL. */
 TL_COLD static tl_kv_block *no_block(const tl_kv_pool *p, uint32_t id, const char *who) {
     if (p == NULL) {
-        (void)tl_fail(TL_EINVAL, "%s: p is NULL", who);
+        tl_errorf("%s: p is NULL", who);
     } else if (id >= p->cfg.n_blocks) {
-        (void)tl_fail(TL_EINVAL, "%s: block %" PRIu32 " is out of range, the pool has %" PRIu32,
-                      who, id, p->cfg.n_blocks);
+        tl_errorf("%s: block %" PRIu32 " is out of range, the pool has %" PRIu32, who, id,
+                  p->cfg.n_blocks);
     } else {
-        (void)tl_fail(TL_EINVAL, "%s: nobody holds block %" PRIu32, who, id);
+        tl_errorf("%s: nobody holds block %" PRIu32, who, id);
     }
     return NULL;
 }
@@ -250,7 +250,7 @@ void tl_kv_ref(tl_kv_pool *p, uint32_t id) {
         return;
     }
     if (TL_UNLIKELY(b->refs == UINT32_MAX)) {
-        (void)tl_fail(TL_EINVAL, "tl_kv_ref: block %" PRIu32 " has as many references as fit", id);
+        tl_errorf("tl_kv_ref: block %" PRIu32 " has as many references as fit", id);
         return;
     }
     b->refs++;
@@ -318,9 +318,8 @@ void *tl_kv_block_ptr(const tl_kv_pool *p, uint32_t id, uint32_t layer, int is_v
         return NULL;
     }
     if (layer >= p->cfg.n_layers) {
-        (void)tl_fail(TL_EINVAL,
-                      "tl_kv_block_ptr: layer %" PRIu32 " is out of range, the pool has %" PRIu32,
-                      layer, p->cfg.n_layers);
+        tl_errorf("tl_kv_block_ptr: layer %" PRIu32 " is out of range, the pool has %" PRIu32,
+                  layer, p->cfg.n_layers);
         return NULL;
     }
     const size_t plane = (size_t)layer * 2 + (is_v != 0);

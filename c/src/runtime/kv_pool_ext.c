@@ -40,8 +40,8 @@ size_t tl_kv_meta_bytes(const tl_kv_pool *p) {
 
 static const tl_kv_block *block_or_null(const tl_kv_pool *p, uint32_t id, const char *who) {
     if (p == NULL || id >= p->cfg.n_blocks) {
-        (void)tl_fail(TL_EINVAL, "%s: block %" PRIu32 " is out of range, the pool has %" PRIu32,
-                      who, id, p == NULL ? 0 : p->cfg.n_blocks);
+        tl_errorf("%s: block %" PRIu32 " is out of range, the pool has %" PRIu32, who, id,
+                  p == NULL ? 0 : p->cfg.n_blocks);
         return NULL;
     }
     return &p->blocks[id];
@@ -76,7 +76,7 @@ tl_status tl_kv_evict(tl_kv_pool *p, uint32_t id) {
 
 static int usable(const tl_kv_pool *p, const uint32_t *ids, size_t n, const char *who) {
     if (TL_UNLIKELY(p == NULL || (ids == NULL && n > 0))) {
-        (void)tl_fail(TL_EINVAL, "%s: %s is NULL", who, p == NULL ? "p" : "ids");
+        tl_errorf("%s: %s is NULL", who, p == NULL ? "p" : "ids");
         return 0;
     }
     return 1;

@@ -33,18 +33,16 @@ static tl_kv_seq handle_of(const tl_kv_mgr *m, const tl_slot *s) {
 
 tl_slot *mgr_slot(const tl_kv_mgr *m, tl_kv_seq s, const char *who) {
     if (TL_UNLIKELY(m == NULL)) {
-        (void)tl_fail(TL_EINVAL, "%s: m is NULL", who);
+        tl_errorf("%s: m is NULL", who);
         return NULL;
     }
     const size_t at = (uint32_t)s;
     const uint32_t generation = (uint32_t)(s >> 32);
     if (TL_UNLIKELY(generation == 0 || at >= m->slots.len ||
                     mgr_slots(m)[at].generation != generation)) {
-        (void)tl_fail(TL_EINVAL,
-                      "%s: %016" PRIx64
-                      " is not a live sequence of this manager: freed already, or "
-                      "another manager's",
-                      who, s);
+        tl_errorf("%s: %016" PRIx64 " is not a live sequence of this manager: freed already, or "
+                  "another manager's",
+                  who, s);
         return NULL;
     }
     return &mgr_slots(m)[at];
@@ -88,7 +86,7 @@ static tl_slot *new_slot(tl_kv_mgr *m, size_t n_tokens, const char *who) {
             make_room(&m->free_slots, m->free_slots.len, m->slots.len + 1) != TL_OK ||
             tl_vec_push(&m->slots, &fresh) != TL_OK) {
             m->free_slots.len = 0;
-            (void)tl_fail(TL_ENOMEM, "%s: no memory for another sequence", who);
+            tl_errorf("%s: no memory for another sequence", who);
             return NULL;
         }
         m->free_slots.len = 0;
@@ -840,7 +838,7 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
         return status;
     }
     for (size_t i = 0; i < p.n_blocks; i++) {
-        seq_blocks(s)[i] = ids[i];
+        seq_blocks(s)[i] = ids[i]; // NOLINT(clang-analyzer-core.NullDereference): n > 0 here
         m->records[ids[i]].holders++;
     }
     s->n_blocks = p.n_blocks;
