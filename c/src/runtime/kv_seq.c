@@ -805,14 +805,17 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
 tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t root,
                           const uint32_t *ids, tl_kv_seq *out) {
     static const char who[] = "tl_kv_mgr_adopt";
-    if (out == NULL || (ids == NULL && n > 0)) {
-        return tl_fail(TL_EINVAL, "%s: %s is NULL", who, out == NULL ? "out" : "ids");
+    if (out == NULL) {
+        return tl_fail(TL_EINVAL, "%s: out is NULL", who);
     }
     const tl_kv_request req = {root, 0, 1, 0};
     plan p = {0};
     tl_status status = make_plan(m, toks, n, &req, who, &p);
     if (status != TL_OK) {
         return status;
+    }
+    if (ids == NULL && p.n_blocks > 0) {
+        return tl_fail(TL_EINVAL, "%s: ids is NULL", who);
     }
     tl_slot *s = p.slot;
     const size_t B = m->block_tokens;
@@ -838,7 +841,7 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
         return status;
     }
     for (size_t i = 0; i < p.n_blocks; i++) {
-        seq_blocks(s)[i] = ids[i]; // NOLINT(clang-analyzer-core.NullDereference): n > 0 here
+        seq_blocks(s)[i] = ids[i];
         m->records[ids[i]].holders++;
     }
     s->n_blocks = p.n_blocks;
