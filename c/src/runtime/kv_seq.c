@@ -849,9 +849,10 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
     /* Names that the blocks came with are ours to vouch for now: the tokens are known. */
     for (size_t i = 0; i < s->n_links; i++) {
         const tl_link *link = &seq_links(s)[i];
-        if (m->records[ids[i]].name == 0 && mgr_find(m, link->proof) == NO_BLOCK &&
-            is_registered_as(m, ids[i], link->name)) {
-            mgr_store(m, ids[i], s->ns, link->proof, link->name, parent_of(m, s, i),
+        const uint32_t id = seq_blocks(s)[i];
+        if (m->records[id].name == 0 && mgr_find(m, link->proof) == NO_BLOCK &&
+            is_registered_as(m, id, link->name)) {
+            mgr_store(m, id, s->ns, link->proof, link->name, parent_of(m, s, i),
                       seq_tokens(s) + i * B);
         }
     }
