@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 __all__ = ["Progress", "Screen"]
 
-_PIPE_WIDTH = 100
+_PIPE_WIDTH = 120
 _STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim", "head": "bold"}
 
 
@@ -85,7 +85,12 @@ class Screen:
         """A paragraph, folded to the width; later lines stand under the first."""
         hanging = " " * len(indent)
         for part in textwrap.wrap(
-            text, max(self.width, 40), initial_indent=indent, subsequent_indent=hanging
+            text,
+            max(self.width, 40),
+            initial_indent=indent,
+            subsequent_indent=hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
         ) or [indent.rstrip()]:
             self.line(part, style)
 
@@ -101,11 +106,9 @@ class Screen:
                 table.add_row(*[rich_text(cell) for cell in row])
             self._console.print(table)
             return
-        widths = _fit([[len(c) for c in row] for row in [columns, *rows]], self.width)
+        widths = _fit([columns, *rows], self.width)
         for row in [columns, ["-" * width for width in widths], *rows]:
-            cells = [
-                textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)
-            ]
+            cells = [_fold(cell, width) for cell, width in zip(row, widths, strict=True)]
             for i in range(max(len(cell) for cell in cells)):
                 parts = [
                     (cell[i] if i < len(cell) else "").ljust(width)
@@ -130,10 +133,22 @@ class Screen:
             self._stream.write("\n")
 
 
-def _fit(sizes: list[list[int]], width: int) -> list[int]:
-    """Column widths whose sum fits: the widest columns give way first."""
-    widths = [max(1, *column) for column in zip(*sizes, strict=True)]
+def _fold(text: str, width: int) -> list[str]:
+    """Lines of a cell. Words stay whole, so that a name can be searched for."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Column widths that fit, if the longest words let them: the widest columns give way first."""
+    widths = [max([1, *map(len, column)]) for column in zip(*rows, strict=True)]
+    least = [
+        max([1, *(len(word) for cell in column for word in cell.split())])
+        for column in zip(*rows, strict=True)
+    ]
     room = width - 2 * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > 8:
-        widths[widths.index(max(widths))] -= 1
+    while sum(widths) > room:
+        able = [i for i, size in enumerate(widths) if size > least[i]]
+        if not able:
+            break
+        widths[max(able, key=lambda i: widths[i])] -= 1
     return widths
