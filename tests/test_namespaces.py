@@ -173,7 +173,7 @@ def test_an_empty_field_is_refused() -> None:
 
 def test_fields_have_names() -> None:
     with pytest.raises(TypeError):
-        kvpool.namespace("m")  # type: ignore[misc]
+        kvpool.namespace("m")  # type: ignore[call-arg]
 
 
 def test_blocks_of_two_namespaces_have_other_names() -> None:

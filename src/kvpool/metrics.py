@@ -1,0 +1,149 @@
+"""A pool and its manager for Prometheus, under the names dashboards expect.
+
+    tl_engine_kv_blocks{state="free"|"used"|"cached"}  gauge    where the blocks are
+    tl_engine_kv_evictions_total                       counter  cached blocks reclaimed
+    tl_engine_prefix_cache_hit_ratio                   gauge    prompt tokens served from the cache,
+                                                                over prompt tokens, since the start
+
+and with a manager, for rates over time and for alarms:
+
+    tl_engine_prefix_cache_prompt_tokens_total, ..._hit_tokens_total
+    tl_engine_prefix_cache_findable_blocks             gauge    blocks in the index
+    tl_engine_prefix_cache_collisions_total            counter  forged names met and refused
+    tl_engine_kv_copies_total, tl_engine_kv_refused_total
+    tl_engine_kv_sequences                             gauge
+
+Nothing runs between scrapes: a collector reads the two ``stats`` when Prometheus asks, which takes
+microseconds whatever the size of the pool.
+
+Needs the extra ``metrics``: ``pip install 'kvpool[metrics]'``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+try:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        "kvpool.metrics needs prometheus-client: pip install 'kvpool[metrics]'"
+    ) from error
+
+from ._stats import Stats
+
+__all__ = ["KVCollector"]
+
+
+class _Pool(Protocol):
+    @property
+    def stats(self) -> Stats: ...
+
+
+class _Manager(Protocol):
+    @property
+    def stats(self) -> Any: ...
+
+
+_STATES = ("free", "used", "cached")
+_COUNTERS = (
+    ("prompt_tokens", "tl_engine_prefix_cache_prompt_tokens", "Tokens of allocated prompts"),
+    ("hit_tokens", "tl_engine_prefix_cache_hit_tokens", "Prompt tokens served from the cache"),
+    ("collisions", "tl_engine_prefix_cache_collisions", "Forged block names met and refused"),
+    ("copies", "tl_engine_kv_copies", "Blocks copied because they were shared or immutable"),
+    ("refused", "tl_engine_kv_refused", "Allocations and appends refused for want of blocks"),
+)
+_GAUGES = (
+    ("n_findable", "tl_engine_prefix_cache_findable_blocks", "Blocks in the prefix index"),
+    ("n_seqs", "tl_engine_kv_sequences", "Live sequences"),
+)
+
+
+class KVCollector(Collector):
+    """Reads ``pool.stats`` and ``manager.stats`` at each scrape.
+
+    Args:
+        pool: the pool.
+        manager: its manager, if there is one.
+        labels: put on every sample, to tell several pools in one process apart.
+        registry: where to register; None leaves that to you.
+
+    The pool's eviction count wraps at 2**32; the counter here does not, as long as there is a
+    scrape at least once in 2**32 evictions.
+
+    >>> import kvpool, kvpool.metrics, prometheus_client
+    >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=4)
+    >>> registry = prometheus_client.CollectorRegistry()
+    >>> collector = kvpool.metrics.KVCollector(pool, registry=registry)
+    >>> ids = pool.alloc(3)
+    >>> registry.get_sample_value("tl_engine_kv_blocks", {"state": "used"})
+    3.0
+    """
+
+    def __init__(
+        self,
+        pool: _Pool,
+        manager: _Manager | None = None,
+        *,
+        labels: Mapping[str, str] | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._pool, self._manager = pool, manager
+        labels = dict(labels or {})
+        self._names, self._values = list(labels), list(labels.values())
+        self._evictions = self._evictions_seen = 0
+        self._lock = threading.Lock()  # two scrapes at a time must not count the same evictions
+        if registry is not None:
+            registry.register(self)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _all_evictions(self) -> int:
+        with self._lock:
+            now = self._pool.stats.evictions
+            self._evictions += (now - self._evictions_seen) % 2**32
+            self._evictions_seen = now
+            return self._evictions
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape; called by the registry."""
+        stats = self._pool.stats
+        blocks = GaugeMetricFamily(
+            "tl_engine_kv_blocks", "Blocks of the KV cache by state", labels=[*self._names, "state"]
+        )
+        for state in _STATES:
+            blocks.add_metric([*self._values, state], getattr(stats, state))
+        yield blocks
+        yield self._counter(
+            "tl_engine_kv_evictions", "Cached blocks reclaimed for new data", self._all_evictions()
+        )
+        if self._manager is not None:
+            yield from self._collect_manager(self._manager.stats)
+
+    def _collect_manager(self, stats: Any) -> Iterator[Metric]:
+        ratio = stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+        yield self._gauge(
+            "tl_engine_prefix_cache_hit_ratio",
+            "Prompt tokens served from the cache over prompt tokens",
+            ratio,
+        )
+        for field, name, text in _COUNTERS:
+            yield self._counter(name, text, getattr(stats, field))
+        for field, name, text in _GAUGES:
+            yield self._gauge(name, text, getattr(stats, field))
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry then does not scrape in order to learn the names."""
+        return []
