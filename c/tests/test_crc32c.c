@@ -5,6 +5,8 @@
  */
 #include "numerics/cpu.h"
 #include "numerics/crc32c.h"
+#include "numerics/crc32c_powers.h"
+#include "numerics/crc32c_shift.h"
 #include "tinyllm/kv_pool.h"
 #include "tl_test.h"
 
@@ -127,4 +129,18 @@ TL_TEST(the_last_variant_that_can_run_is_selected) {
             if (strcspn(off, ",") == strlen(features[i].name) &&
                 strncmp(off, features[i].name, strlen(features[i].name)) == 0)
                 TL_EQ(tl_cpu_features() & features[i].bit, 0);
+}
+
+TL_TEST(the_folding_constants_are_the_powers_of_x_they_are_called_after) {
+    /* x^e mod P is what e shifts make of 1: bit i stands for x^(31 - i). */
+#define IS_POWER(e, value)                                                                         \
+    do {                                                                                           \
+        uint32_t x = 0x80000000u;                                                                  \
+        for (int i = 0; i < (e); i++)                                                              \
+            x = x >> 1 ^ (0x82F63B78u & (0u - (x & 1u)));                                          \
+        TL_EQ(value, x);                                                                           \
+        TL_EQ(tl_crc32c_xpow(e), x);                                                               \
+    } while (0);
+    TL_CRC32C_POWERS(IS_POWER)
+#undef IS_POWER
 }

@@ -101,8 +101,11 @@ const tl_crc32c_variant tl_crc32c_variants[] = {
     VARIANT("slicing8", 0, tl_crc32c_slicing8),
 #if defined(__x86_64__)
     VARIANT("sse42", TL_CPU_SSE42, tl_crc32c_sse42),
-    {"avx512", TL_CPU_SSE42 | TL_CPU_PCLMUL | TL_CPU_VPCLMUL | TL_CPU_AVX512, tl_crc32c_avx512,
-     tl_crc32c_copy_avx512},
+    {"pclmul", TL_CPU_SSE42 | TL_CPU_PCLMUL, tl_crc32c_pclmul, tl_crc32c_copy_pclmul},
+    {"vpclmul", TL_CPU_SSE42 | TL_CPU_PCLMUL | TL_CPU_AVX2 | TL_CPU_VPCLMUL, tl_crc32c_vpclmul,
+     tl_crc32c_copy_vpclmul},
+    {"avx512", TL_CPU_SSE42 | TL_CPU_PCLMUL | TL_CPU_AVX2 | TL_CPU_VPCLMUL | TL_CPU_AVX512,
+     tl_crc32c_avx512, tl_crc32c_copy_avx512},
 #endif
 #if defined(__aarch64__)
     VARIANT("arm", TL_CPU_ARMCRC, tl_crc32c_arm),

@@ -34,8 +34,8 @@ const char *tl_crc32c_selected(void);
 
 #if defined(__x86_64__)
 tl_crc32c_fn tl_crc32c_sse42;
-tl_crc32c_fn tl_crc32c_avx512;
-tl_crc32c_copy_fn tl_crc32c_copy_avx512;
+tl_crc32c_fn tl_crc32c_pclmul, tl_crc32c_vpclmul, tl_crc32c_avx512;
+tl_crc32c_copy_fn tl_crc32c_copy_pclmul, tl_crc32c_copy_vpclmul, tl_crc32c_copy_avx512;
 #endif
 #if defined(__aarch64__)
 tl_crc32c_fn tl_crc32c_arm;
