@@ -124,20 +124,20 @@ def test_import_needs_only_numpy() -> None:
 
 @pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="sanitizers take their time")
 def test_import_takes_less_than_100_ms() -> None:
-    code = (
+    code = (  # the processor's time, because other programs may be running
         "import time\n"
-        "a = time.perf_counter()\n"
+        "a = time.process_time()\n"
         "import numpy\n"
-        "b = time.perf_counter()\n"
+        "b = time.process_time()\n"
         "import kvpool\n"
-        "print(b - a, time.perf_counter() - b)"
+        "print(b - a, time.process_time() - b)"
     )
     runs = [tuple(map(float, python(code).split())) for _ in range(7)]
     ours = sorted(own for _, own in runs)
-    assert ours[len(ours) // 2] < 0.030, f"kvpool itself, without NumPy: {ours}"
-    # NumPy alone may take longer than all of it should on a busy machine.
+    assert ours[0] < 0.020, f"kvpool itself, without NumPy: {ours}"
+    # NumPy alone may take longer than all of it should on a slow machine.
     numpy = min(numpy for numpy, _ in runs)
-    assert min(map(sum, runs)) < max(0.100, numpy + 0.030), runs
+    assert min(map(sum, runs)) < max(0.100, numpy + 0.020), runs
 
 
 def test_the_stub_is_up_to_date() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from . import _core
 
 __all__ = ["get_include", "get_library"]
 
 # Headers and library lie beside the compiled module, which in an editable install is not where the
-# Python files are.
-_ROOT = Path(_core.__file__).parent
+# Python files are. (os.path, because pathlib takes longer to import than the whole core.)
+_ROOT = os.path.dirname(os.path.abspath(_core.__file__))
 
 
 def get_include() -> str:
@@ -20,7 +20,7 @@ def get_include() -> str:
     >>> sorted(os.listdir(kvpool.get_include()))
     ['tinyllm', 'tinyllm.h']
     """
-    return str(_ROOT / "include")
+    return os.path.join(_ROOT, "include")
 
 
 def get_library() -> str:
@@ -35,7 +35,7 @@ def get_library() -> str:
     True
     """
     for name in ("libtinyllm.so", "libtinyllm.dylib"):
-        path = _ROOT / "lib" / name
-        if path.exists():
-            return str(path)
-    raise FileNotFoundError(f"no libtinyllm under {_ROOT / 'lib'}")
+        path = os.path.join(_ROOT, "lib", name)
+        if os.path.exists(path):
+            return path
+    raise FileNotFoundError(f"no libtinyllm in {os.path.join(_ROOT, 'lib')}")
