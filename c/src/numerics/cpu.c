@@ -43,6 +43,7 @@ static unsigned detect(void) {
     }
 #elif defined(__aarch64__) && defined(__linux__)
     f |= (getauxval(AT_HWCAP) & (1u << 7)) ? TL_CPU_ARMCRC : 0;
+    f |= (getauxval(AT_HWCAP) & (1u << 4)) ? TL_CPU_PMULL : 0;
 #endif
     return f;
 }
@@ -53,7 +54,7 @@ static unsigned disabled(void) {
         unsigned bit;
     } names[] = {{"sse42", TL_CPU_SSE42},     {"pclmul", TL_CPU_PCLMUL}, {"avx2", TL_CPU_AVX2},
                  {"vpclmul", TL_CPU_VPCLMUL}, {"avx512", TL_CPU_AVX512}, {"f16c", TL_CPU_F16C},
-                 {"armcrc", TL_CPU_ARMCRC}};
+                 {"armcrc", TL_CPU_ARMCRC},   {"pmull", TL_CPU_PMULL}};
     const char *s = getenv("TL_CPU_DISABLE");
     unsigned off = 0;
     while (s != NULL && *s != '\0') {

@@ -15,6 +15,7 @@
 #define TL_CPU_AVX512  (1u << 4) /* avx512: F, BW and VL */
 #define TL_CPU_F16C    (1u << 5) /* f16c: float16 conversions, 8 at a time */
 #define TL_CPU_ARMCRC  (1u << 6) /* armcrc: ARMv8 CRC32 */
+#define TL_CPU_PMULL   (1u << 7) /* pmull: ARMv8 64-bit carry-less multiplication */
 
 /* Safe from many threads, the first call included. */
 unsigned tl_cpu_features(void);

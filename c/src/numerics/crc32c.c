@@ -109,6 +109,7 @@ const tl_crc32c_variant tl_crc32c_variants[] = {
 #endif
 #if defined(__aarch64__)
     VARIANT("arm", TL_CPU_ARMCRC, tl_crc32c_arm),
+    {"pmull", TL_CPU_ARMCRC | TL_CPU_PMULL, tl_crc32c_pmull, tl_crc32c_copy_pmull},
 #endif
     {NULL, 0, NULL, NULL},
 };

@@ -38,7 +38,8 @@ tl_crc32c_fn tl_crc32c_pclmul, tl_crc32c_vpclmul, tl_crc32c_avx512;
 tl_crc32c_copy_fn tl_crc32c_copy_pclmul, tl_crc32c_copy_vpclmul, tl_crc32c_copy_avx512;
 #endif
 #if defined(__aarch64__)
-tl_crc32c_fn tl_crc32c_arm;
+tl_crc32c_fn tl_crc32c_arm, tl_crc32c_pmull;
+tl_crc32c_copy_fn tl_crc32c_copy_pmull;
 #endif
 
 #endif /* TL_NUMERICS_CRC32C_H */

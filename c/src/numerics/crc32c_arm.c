@@ -5,20 +5,14 @@
 #error "big-endian ARM: leave crc32c_arm.c out of the variants"
 #elif defined(__aarch64__)
 
-#if defined(__clang__)
-#define ARM_TARGET __attribute__((target("crc")))
-#else
-#define ARM_TARGET __attribute__((target("+crc")))
-#endif
+#include "numerics/crc32c_armv8.h"
 
-#include <arm_acle.h>
-
-#define STREAMS_FN(head)      ARM_TARGET head
-#define STREAMS_CRC8(r, word) __crc32cd((r), (word))
-#define STREAMS_CRC1(r, byte) __crc32cb((r), (byte))
+#define STREAMS_FN(head)      ARM_CRC head
+#define STREAMS_CRC8(r, word) ARM_CRC8(r, word)
+#define STREAMS_CRC1(r, byte) ARM_CRC1(r, byte)
 #include "numerics/crc32c_streams.h"
 
-ARM_TARGET uint32_t tl_crc32c_arm(uint32_t raw, const uint8_t *p, size_t n) {
+ARM_CRC uint32_t tl_crc32c_arm(uint32_t raw, const uint8_t *p, size_t n) {
     return streams_crc(raw, p, n);
 }
 
