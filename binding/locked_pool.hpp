@@ -8,7 +8,8 @@
 //                  +--> tl_kv_pool (records, index, slab)
 //
 // close() gives up the pool's share: later operations fail, while views keep what they look at. The
-// pool is destroyed with the last share.
+// pool is destroyed with the last share. Its block manager, one at most, is destroyed by close() or
+// before.
 #pragma once
 
 #include <cstring>
@@ -55,6 +56,11 @@ class Memory {
 class LockedPool {
   public:
     explicit LockedPool(std::shared_ptr<Memory> memory) noexcept : memory_(std::move(memory)) {}
+    LockedPool(const LockedPool &) = delete;
+    LockedPool &operator=(const LockedPool &) = delete;
+    ~LockedPool() {
+        tl_kv_mgr_destroy(manager_);
+    }
 
     // Runs op(tl_kv_pool *) -> tl_status under the mutex and keeps its error text in `failure`. op
     // may fail on its own account: it sets the slot with tl_set_last_error and returns the status.
@@ -78,7 +84,34 @@ class LockedPool {
     // the mutex: giving a large slab back to the system takes a while.
     std::shared_ptr<Memory> close() noexcept {
         std::lock_guard<std::mutex> guard(mutex_);
+        tl_kv_mgr_destroy(std::exchange(manager_, nullptr));
         return std::exchange(memory_, nullptr);
+    }
+
+    // Makes the pool's block manager, *out. TL_EBUSY: it has one. Valid until drop_manager or
+    // close, and used under the mutex alone, inside run(): which does not call op once closed.
+    tl_status make_manager(const tl_kv_mgr_options &options, tl_kv_mgr **out,
+                           Failure &failure) noexcept {
+        return run(
+            [&](tl_kv_pool *pool) -> tl_status {
+                if (manager_ != nullptr) {
+                    tl_set_last_error("the pool has a block manager already; close that one first");
+                    return TL_EBUSY;
+                }
+                const tl_status st = tl_kv_mgr_create(pool, &options, &manager_);
+                *out = manager_;
+                return st;
+            },
+            failure);
+    }
+
+    // Destroys the manager, unless close() has, and clears the caller's pointer to it.
+    void drop_manager(tl_kv_mgr *&mgr) noexcept {
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (mgr != nullptr && mgr == manager_) {
+            tl_kv_mgr_destroy(std::exchange(manager_, nullptr));
+        }
+        mgr = nullptr;
     }
 
     bool closed() noexcept {
@@ -103,6 +136,7 @@ class LockedPool {
 
     std::mutex mutex_;
     std::shared_ptr<Memory> memory_; // guarded by mutex_
+    tl_kv_mgr *manager_ = nullptr;   // guarded by mutex_
 };
 
 } // namespace kvpool

@@ -7,6 +7,7 @@
 #include "args.hpp"
 #include "docs.hpp"
 #include "errors.hpp"
+#include "manager.hpp"
 #include "pool.hpp"
 
 namespace nb = nanobind;
@@ -86,6 +87,8 @@ NB_MODULE(_core, m) {
     m.attr("abi_version") = tl_abi_version();
 
     bind_pool(m);
+    bind_sequence(m);
+    bind_manager(m);
 
     m.def("block_hash", &block_hash, "parent"_a.none(), "tokens"_a.none(),
           nb::sig("def block_hash(parent: Int, tokens: Array) -> int"), docs::block_hash);

@@ -21,25 +21,6 @@ extern "C" void drop_owner(PyObject *capsule) {
     delete static_cast<std::shared_ptr<Memory> *>(PyCapsule_GetPointer(capsule, owner_name));
 }
 
-// Fails an op on the binding's own account, with a text made like the library's.
-template <class... Args> tl_status fail(tl_status status, const char *format, Args... args) {
-    char text[TL_LAST_ERROR_CAP];
-    std::snprintf(text, sizeof text, format, args...);
-    tl_set_last_error(text);
-    return status;
-}
-
-nb::object checked(PyObject *o) {
-    if (o == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(o);
-}
-
-nb::object int_object(uint64_t x) {
-    return checked(PyLong_FromUnsignedLongLong(x));
-}
-
 [[noreturn]] void refuse_copy(const char *what) {
     PyErr_Format(
         PyExc_TypeError,
@@ -95,7 +76,7 @@ Pool::Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb
         strides_[i] = stride;
         stride *= dims_[i];
     }
-    locked_ = std::make_unique<LockedPool>(memory);
+    locked_ = std::make_shared<LockedPool>(memory);
     auto share = std::make_unique<std::shared_ptr<Memory>>(memory);
     owner_ = checked(PyCapsule_New(share.get(), owner_name, drop_owner)).release().ptr();
     share.release();
@@ -127,20 +108,9 @@ bool Pool::closed() {
 
 // ---- calling the library ------------------------------------------------------------------------
 
-// Nobody waits for the mutex while holding the GIL, and nobody waits for the GIL while holding the
-// mutex: a thread that has to wait for the mutex gives up the GIL first and takes it again after
-// the mutex is released. op therefore must not touch a Python object that others may change.
-template <class Op> void Pool::call(Work work, Op &&op, Failure &failure) {
-    if (work == Work::constant && locked_->try_run(op, failure)) {
-        return;
-    }
-    nb::gil_scoped_release nogil;
-    locked_->run(op, failure);
-}
-
 template <class Op> tl_status Pool::run(Work work, Op &&op, tl_status quiet) {
     Failure failure;
-    call(work, op, failure);
+    call(*locked_, work, op, failure);
     if (failure.status != TL_OK && failure.status != quiet) {
         raise(failure);
     }
@@ -458,7 +428,7 @@ nb::object Pool::stats() {
 void Pool::check() {
     Failure failure;
     call(
-        cfg_.n_blocks >= bulk_items ? Work::bulk : Work::constant,
+        *locked_, cfg_.n_blocks >= bulk_items ? Work::bulk : Work::constant,
         [](tl_kv_pool *p) { return tl_kv_check(p); }, failure);
     if (failure.status == TL_OK) {
         return;
@@ -473,7 +443,7 @@ nb::object Pool::repr(nb::handle self) {
     tl_kv_stats s{};
     Failure failure;
     call(
-        Work::constant,
+        *locked_, Work::constant,
         [&](tl_kv_pool *p) {
             tl_kv_stats_get(p, &s);
             return TL_OK;

@@ -6,16 +6,11 @@
 #include "errors.hpp"
 #include "locked_pool.hpp"
 #include "numpy_api.hpp"
+#include "support.hpp"
 
 namespace kvpool {
 
 namespace nb = nanobind;
-
-// Calls that touch at least this many bytes let other Python threads run meanwhile. Below it,
-// handing the GIL over costs more than the work: 64 KiB are copied in about 5 microseconds.
-constexpr size_t bulk_bytes = 64 * 1024;
-// The same for calls that visit blocks or hash tokens, at 1 to 10 ns each.
-constexpr size_t bulk_items = 4096;
 
 class Pool {
   public:
@@ -56,23 +51,22 @@ class Pool {
         return meta_bytes_;
     }
 
-  private:
-    enum class Work { constant, bulk };
+    // Outlives this object for as long as a block manager works on the pool.
+    const std::shared_ptr<LockedPool> &locked() const {
+        return locked_;
+    }
 
+  private:
     // Runs op under the mutex and raises when it fails; quiet: returns this status instead.
     template <class Op> tl_status run(Work work, Op &&op, tl_status quiet = TL_OK);
-    template <class Op> void call(Work work, Op &&op, Failure &failure);
     template <class Read> nb::object read_each(nb::handle ids, int typenum, Read &&read);
     nb::object view(nb::object owner, void *data, int first_dim);
     nb::object owner();
-    Work bytes_work(size_t n_bytes) const {
-        return n_bytes >= bulk_bytes ? Work::bulk : Work::constant;
-    }
 
     tl_kv_cfg cfg_{};
     size_t block_bytes_ = 0, meta_bytes_ = 0;
     npy_intp dims_[6], strides_[6]; // of the slab; a block's are [1..6)
-    std::unique_ptr<LockedPool> locked_;
+    std::shared_ptr<LockedPool> locked_;
     nb::ft_mutex owner_mutex_;  // nothing when there is a GIL, which guards owner_ then
     PyObject *owner_ = nullptr; // a capsule, base of every view; NULL once closed
 };

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from . import errors
 from ._config import get_include, get_library
-from ._core import Pool, abi_version, block_hash, block_hashes, crc32c
+from ._core import BlockManager, Pool, Sequence, abi_version, block_hash, block_hashes, crc32c
+from ._manager import BlockEvent, EventType, Fit, ManagerStats
 from ._stats import Stats
 from .errors import (
     ArgumentTypeError,
@@ -48,14 +49,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentTypeError",
+    "BlockEvent",
+    "BlockManager",
     "Busy",
     "CorruptEnvelope",
     "DtypeMismatch",
+    "EventType",
+    "Fit",
     "InvalidArgument",
     "KvPoolError",
+    "ManagerStats",
     "NotFound",
     "Pool",
     "PoolFull",
+    "Sequence",
     "ShapeMismatch",
     "Stats",
     "StorageError",

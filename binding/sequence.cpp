@@ -1,0 +1,489 @@
+#include "manager.hpp"
+
+#include <cmath>
+#include <cstring>
+
+#include "manager_docs.hpp"
+#include "numpy_api.hpp"
+
+namespace kvpool {
+
+using namespace nb::literals;
+
+namespace {
+
+PyTypeObject *sequence_type; // kept for the life of the process; final, so one comparison tells
+
+nb::object row_item(PyObject *row, Py_ssize_t i) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return nb::steal(PyList_Check(row) ? PyList_GetItemRef(row, i)
+                                       : Py_NewRef(PyTuple_GET_ITEM(row, i)));
+#else
+    return nb::borrow(PySequence_Fast_GET_ITEM(row, i));
+#endif
+}
+
+// The Sequence behind a Python object, or NULL.
+Sequence *as_sequence(nb::handle o) {
+    return Py_TYPE(o.ptr()) == sequence_type && nb::inst_ready(o) ? nb::inst_ptr<Sequence>(o)
+                                                                  : nullptr;
+}
+
+[[noreturn]] void refuse_copy(const char *what, const char *instead) {
+    PyErr_Format(PyExc_TypeError,
+                 "a Sequence cannot be %s: its blocks belong to one manager's pool. %s", what,
+                 instead);
+    throw nb::python_error();
+}
+
+void unraisable_warning(const char *format, size_t n_tokens, size_t n_blocks) {
+    if (PyErr_WarnFormat(PyExc_ResourceWarning, 1, format, n_tokens, n_blocks) < 0) {
+        PyErr_WriteUnraisable(nullptr); // warnings are errors here, and a destructor cannot raise
+    }
+}
+
+} // namespace
+
+// ---- life ---------------------------------------------------------------------------------------
+
+nb::object Sequence::make(const CorePtr &core, tl_kv_seq handle, uint64_t root) {
+    nb::object self = nb::inst_alloc(reinterpret_cast<PyObject *>(sequence_type));
+    new (nb::inst_ptr<Sequence>(self)) Sequence(core, handle, root);
+    nb::inst_mark_ready(self);
+    return self;
+}
+
+// Gives the blocks back. Runs when the last reference goes, with or without an error set.
+Sequence::~Sequence() {
+    const tl_kv_seq handle = take();
+    if (handle == 0) {
+        return;
+    }
+    tl_kv_seq_info info;
+    Failure failure;
+    core_->call(
+        Work::constant,
+        [&](tl_kv_mgr *m, tl_kv_pool *) -> tl_status {
+            const tl_status st = tl_kv_seq_info_get(m, handle, &info);
+            return st == TL_OK ? tl_kv_seq_free(m, handle) : st;
+        },
+        failure);
+    if (failure.status == TL_OK) { // else the manager or the pool was closed, which freed it
+        nb::error_scope keep;
+        unraisable_warning("a Sequence of %zu tokens was dropped without free(); its %zu blocks "
+                           "were given back only now",
+                           info.n_tokens, info.n_blocks);
+    }
+}
+
+tl_kv_seq Sequence::alive() const {
+    const tl_kv_seq h = handle();
+    if (h == 0) {
+        raise_value("the sequence is freed");
+    }
+    return h;
+}
+
+void Sequence::free() {
+    const tl_kv_seq h = take();
+    if (h == 0) {
+        raise_value("the sequence is freed");
+    }
+    core_->run(Work::constant, [=](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_free(m, h); });
+}
+
+// What the end of a with block does: nothing if the sequence, or all of its manager, is gone.
+void Sequence::free_if_alive() {
+    const tl_kv_seq h = take();
+    if (h != 0) {
+        Failure failure;
+        core_->call(
+            Work::constant, [=](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_free(m, h); },
+            failure);
+    }
+}
+
+bool Sequence::is_freed() {
+    const tl_kv_seq h = handle();
+    if (h == 0) {
+        return true;
+    }
+    tl_kv_seq_info info;
+    Failure failure;
+    core_->call(
+        Work::constant, [&](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_info_get(m, h, &info); },
+        failure);
+    return failure.status != TL_OK;
+}
+
+// ---- one request --------------------------------------------------------------------------------
+
+nb::object copies_list(const tl_kv_copy *copies, size_t n) {
+    nb::object list = checked(PyList_New(static_cast<Py_ssize_t>(n)));
+    for (size_t i = 0; i < n; i++) {
+        nb::object pair = checked(PyTuple_New(2));
+        PyTuple_SET_ITEM(pair.ptr(), 0, int_object(copies[i].src).release().ptr());
+        PyTuple_SET_ITEM(pair.ptr(), 1, int_object(copies[i].dst).release().ptr());
+        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), pair.release().ptr());
+    }
+    return list;
+}
+
+nb::object Sequence::append(nb::handle tokens) {
+    const tl_kv_seq h = alive();
+    Ints<uint32_t> in(tokens, "tokens");
+    tl_kv_copy copy;
+    size_t n_copies = 0;
+    core_->run(core_->append_work(1), [&](tl_kv_mgr *m, tl_kv_pool *) {
+        return tl_kv_seq_append(m, h, in.data(), in.size(), &copy, &n_copies);
+    });
+    return copies_list(&copy, n_copies);
+}
+
+nb::object Sequence::fork() {
+    const tl_kv_seq h = alive();
+    tl_kv_seq child = 0;
+    core_->expect_copies();
+    core_->run(Work::constant,
+               [&](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_fork(m, h, &child); });
+    return make(core_, child, root_);
+}
+
+void Sequence::truncate(nb::handle n) {
+    const tl_kv_seq h = alive();
+    const size_t length = scalar_arg<uint64_t>(n, "n");
+    core_->expect_copies(); // a cut into a registered block is followed by a copy
+    core_->run(Work::constant,
+               [=](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_truncate(m, h, length); });
+}
+
+void Sequence::commit(nb::handle n_computed) {
+    const tl_kv_seq h = alive();
+    if (!n_computed.is_none()) {
+        const size_t n = scalar_arg<uint64_t>(n_computed, "n_computed");
+        core_->run(Work::constant,
+                   [=](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_commit(m, h, n); });
+        return;
+    }
+    core_->run(Work::constant, [=](tl_kv_mgr *m, tl_kv_pool *) {
+        return tl_kv_seq_commit_batch(m, &h, 1, nullptr);
+    });
+}
+
+void Sequence::pin(nb::handle seconds) {
+    const tl_kv_seq h = alive();
+    PyObject *o = seconds.ptr();
+    if (PyBool_Check(o) || !(PyFloat_Check(o) || PyIndex_Check(o))) {
+        raise_type("seconds: expected a number, found %.100R (%s)", o, Py_TYPE(o)->tp_name);
+    }
+    const double s = PyFloat_AsDouble(o);
+    if (s == -1.0 && PyErr_Occurred()) {
+        throw nb::python_error();
+    }
+    constexpr double longest = 1e9; // 30 years: what a clock of nanoseconds can be asked for
+    if (!(s > 0.0 && s <= longest)) {
+        raise_value("seconds: expected a number above 0, up to 1e9, found %.100R", o);
+    }
+    const auto until = std::chrono::steady_clock::now() +
+                       std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                           std::chrono::duration<double>(s));
+    core_->run(Work::constant,
+               [&](tl_kv_mgr *, tl_kv_pool *) { return core_->pin(h, root_, until); });
+}
+
+// ---- reading ------------------------------------------------------------------------------------
+
+tl_kv_seq_info Sequence::info() {
+    const tl_kv_seq h = alive();
+    tl_kv_seq_info info;
+    core_->run(Work::constant,
+               [&](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_info_get(m, h, &info); });
+    return info;
+}
+
+// A copy of `count` uint32 elements that read(mgr, handle) points to. The array is made between two
+// looks, without the mutex, so the count may have changed at the second.
+template <class Read>
+nb::object Sequence::copy_out(int typenum, size_t tl_kv_seq_info::*count, Read &&read) {
+    const tl_kv_seq h = alive();
+    size_t n = info().*count, now = n;
+    for (;;) {
+        nb::object array = new_array(n, typenum);
+        uint32_t *out = array_data<uint32_t>(array);
+        core_->run(items_work(n / 4), [&](tl_kv_mgr *m, tl_kv_pool *) -> tl_status {
+            tl_kv_seq_info info;
+            const tl_status st = tl_kv_seq_info_get(m, h, &info);
+            now = info.*count;
+            if (st == TL_OK && now == n && n > 0) {
+                std::memcpy(out, read(m, h), n * sizeof *out);
+            }
+            return st;
+        });
+        if (now == n) {
+            return array;
+        }
+        n = now;
+    }
+}
+
+nb::object Sequence::blocks() {
+    return copy_out(NPY_UINT32, &tl_kv_seq_info::n_blocks, tl_kv_seq_blocks);
+}
+
+nb::object Sequence::tokens() {
+    return copy_out(NPY_UINT32, &tl_kv_seq_info::n_tokens, tl_kv_seq_tokens);
+}
+
+nb::object Sequence::slot_mapping(nb::handle first_arg, nb::handle n_arg, nb::handle pad_arg) {
+    const tl_kv_seq h = alive();
+    const size_t first = scalar_arg<uint64_t>(first_arg, "first");
+    const int64_t pad = int64_arg(pad_arg, "pad");
+    size_t n;
+    if (n_arg.is_none()) {
+        const size_t length = info().n_tokens;
+        n = first < length ? length - first : 0;
+    } else {
+        n = scalar_arg<uint64_t>(n_arg, "n");
+        if (n > static_cast<size_t>(PY_SSIZE_T_MAX) / sizeof(int64_t)) {
+            raise_value("n: %zu slots are more than an array holds", n);
+        }
+    }
+    nb::object slots = new_array(n, NPY_INT64);
+    int64_t *out = array_data<int64_t>(slots);
+    core_->run(items_work(n / 4), [=](tl_kv_mgr *m, tl_kv_pool *) {
+        return tl_kv_seq_slot_mapping(m, h, first, n, pad, out);
+    });
+    return slots;
+}
+
+// ---- the wire -----------------------------------------------------------------------------------
+
+namespace {
+
+void put_le32(uint8_t *at, uint32_t x) {
+    for (int i = 0; i < 4; i++) {
+        at[i] = static_cast<uint8_t>(x >> (8 * i));
+    }
+}
+
+// Cuts the last block of an envelope to n_tokens: the sequence was truncated into a block that it
+// shares, or that is registered, and that holds more positions than are the sequence's.
+void cut_last_block(uint8_t *envelope, size_t size, const tl_kv_cfg &cfg, size_t block_bytes,
+                    uint32_t n_tokens) {
+    uint8_t *block = envelope + size - 4 - block_bytes, *record = block - 12;
+    std::memset(record, 0, 8); // the name is of the full block
+    put_le32(record + 8, n_tokens);
+    const size_t row = size_t{cfg.head_dim} * sizeof(uint16_t), slab = row * cfg.block_tokens;
+    for (uint8_t *at = block; at < block + block_bytes; at += slab) {
+        std::memset(at + row * n_tokens, 0, slab - row * n_tokens);
+    }
+    put_le32(envelope + size - 4, tl_crc32c(envelope, size - 4, 0));
+}
+
+} // namespace
+
+nb::object Sequence::export_() {
+    const tl_kv_seq h = alive();
+    const size_t B = core_->block_tokens();
+    for (;;) {
+        // The bytes are made without the mutex; the sequence may be longer when they are there.
+        const size_t n_computed = info().n_computed, n = core_->blocks_for(n_computed);
+        size_t size = 0;
+        core_->run(Work::constant, [&](tl_kv_mgr *, tl_kv_pool *p) -> tl_status {
+            size = tl_kv_export_bytes(p, static_cast<uint32_t>(n));
+            return size <= PY_SSIZE_T_MAX ? TL_OK
+                                          : fail(TL_ENOMEM, "export: %zu blocks overflow", n);
+        });
+        nb::object bytes =
+            checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+        auto *out = reinterpret_cast<uint8_t *>(PyBytes_AS_STRING(bytes.ptr()));
+        bool same = false;
+        core_->run(bytes_work(size), [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
+            tl_kv_seq_info now;
+            tl_status st = tl_kv_seq_info_get(m, h, &now);
+            same = st == TL_OK && now.n_computed == n_computed;
+            if (!same) {
+                return st;
+            }
+            size_t written;
+            st = tl_kv_export(p, tl_kv_seq_blocks(m, h), static_cast<uint32_t>(n), out, size,
+                              &written);
+            return st;
+        });
+        if (!same) {
+            continue;
+        }
+        const uint32_t tail = static_cast<uint32_t>(n_computed % B);
+        const uint8_t *record = out + size - 4 - core_->block_bytes() - 12;
+        uint8_t expected[12] = {0};
+        put_le32(expected + 8, tail);
+        if (tail != 0 && std::memcmp(record, expected, sizeof expected) != 0) {
+            cut_last_block(out, size, core_->cfg(), core_->block_bytes(), tail);
+        }
+        return bytes;
+    }
+}
+
+nb::object Sequence::repr() {
+    const tl_kv_seq h = handle();
+    tl_kv_seq_info info;
+    Failure failure;
+    core_->call(
+        Work::constant, [&](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_info_get(m, h, &info); },
+        failure);
+    if (failure.status != TL_OK) {
+        return nb::str("Sequence(freed)");
+    }
+    return checked(
+        PyUnicode_FromFormat("Sequence(n_tokens=%zu, n_cached=%zu, n_computed=%zu, n_blocks=%zu)",
+                             info.n_tokens, info.n_cached, info.n_computed, info.n_blocks));
+}
+
+// ---- rows of sequences --------------------------------------------------------------------------
+
+namespace {
+
+// A list or tuple as it is, another iterable as a list.
+nb::object as_row(nb::handle seqs) {
+    PyObject *o = seqs.ptr();
+    nb::object row = nb::steal(PySequence_Fast(o, ""));
+    if (!row.is_valid()) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) || PyObject_HasAttrString(o, "__iter__")) {
+            throw nb::python_error(); // the iterator's own failure
+        }
+        PyErr_Clear();
+        raise_type("seqs: expected a list or tuple of Sequences, found %.100R (%s)", o,
+                   Py_TYPE(o)->tp_name);
+    }
+    return row;
+}
+
+} // namespace
+
+Handles::Handles(const CorePtr &core, nb::handle seqs) {
+    nb::object row = as_row(seqs);
+    PyObject *o = row.ptr();
+    // Nothing below runs Python code, so the row does not change while there is a GIL.
+    handles_.reserve(static_cast<size_t>(PySequence_Fast_GET_SIZE(o)));
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++) {
+        nb::object item = row_item(o, i);
+        const Sequence *s = as_sequence(item);
+        if (s == nullptr) {
+            raise_type("seqs[%zd]: expected a Sequence, found %.100R (%s)", i, item.ptr(),
+                       Py_TYPE(item.ptr())->tp_name);
+        }
+        if (s->core() != core) {
+            raise_value("seqs[%zd]: the sequence belongs to another manager", i);
+        }
+        const tl_kv_seq handle = s->handle();
+        if (handle == 0) {
+            raise_value("seqs[%zd]: the sequence is freed", i);
+        }
+        handles_.push_back(handle);
+    }
+}
+
+void BlockManager::free(nb::handle seqs) {
+    nb::object row = checked(PySequence_Tuple(as_row(seqs).ptr())); // nobody else changes it
+    Handles handles(core_, row);
+    std::vector<tl_kv_seq> taken;
+    auto sequence = [&](size_t i) -> Sequence & {
+        return *nb::inst_ptr<Sequence>(PyTuple_GET_ITEM(row.ptr(), static_cast<Py_ssize_t>(i)));
+    };
+    auto give_back = [&] {
+        for (size_t i = 0; i < taken.size(); i++) {
+            sequence(i).give_back(taken[i]);
+        }
+    };
+    for (size_t i = 0; i < handles.size(); i++) {
+        const tl_kv_seq h = sequence(i).take();
+        if (h == 0) {
+            give_back();
+            raise_value("seqs[%zu]: the sequence is in the row twice", i);
+        }
+        taken.push_back(h);
+    }
+    Failure failure;
+    core_->call(
+        Work::constant,
+        [&](tl_kv_mgr *m, tl_kv_pool *) -> tl_status {
+            for (tl_kv_seq h : taken) {
+                const tl_status st = tl_kv_seq_free(m, h);
+                if (st != TL_OK) {
+                    return st; // cannot happen: who takes a handle is the only one to free it
+                }
+            }
+            return TL_OK;
+        },
+        failure);
+    if (failure.status != TL_OK) {
+        give_back();
+        raise(failure);
+    }
+}
+
+// ---- the class ----------------------------------------------------------------------------------
+
+void bind_sequence(nb::module_ &m) {
+    namespace d = manager_docs;
+    nb::class_<Sequence> cls(m, "Sequence", nb::is_final(), nb::is_weak_referenceable(),
+                             d::sequence);
+    sequence_type = reinterpret_cast<PyTypeObject *>(cls.ptr());
+    Py_INCREF(sequence_type);
+    cls.def("append", &Sequence::append, "tokens"_a.none(),
+            nb::sig("def append(self, tokens: Ints) -> list[tuple[int, int]]"), d::seq_append)
+        .def("fork", &Sequence::fork, nb::sig("def fork(self) -> Sequence"), d::seq_fork)
+        .def("truncate", &Sequence::truncate, "n"_a.none(),
+             nb::sig("def truncate(self, n: Int) -> None"), d::seq_truncate)
+        .def("commit", &Sequence::commit, "n_computed"_a.none() = nb::none(),
+             nb::sig("def commit(self, n_computed: Int | None = None) -> None"), d::seq_commit)
+        .def("free", &Sequence::free, d::seq_free)
+        .def("pin", &Sequence::pin, "seconds"_a.none(),
+             nb::sig("def pin(self, seconds: float) -> None"), d::seq_pin)
+        .def("slot_mapping", &Sequence::slot_mapping, "first"_a.none() = 0,
+             "n"_a.none() = nb::none(), "pad"_a.none() = -1,
+             nb::sig("def slot_mapping(self, first: Int = 0, n: Int | None = None, "
+                     "pad: Int = -1) -> NDArray[numpy.int64]"),
+             d::seq_slot_mapping)
+        .def("export", &Sequence::export_, nb::sig("def export(self) -> bytes"), d::seq_export)
+
+        .def_prop_ro(
+            "n_tokens", [](Sequence &s) { return s.info().n_tokens; }, d::seq_n_tokens)
+        .def_prop_ro(
+            "n_cached", [](Sequence &s) { return s.info().n_cached; }, d::seq_n_cached)
+        .def_prop_ro(
+            "n_computed", [](Sequence &s) { return s.info().n_computed; }, d::seq_n_computed)
+        .def_prop_ro(
+            "n_blocks", [](Sequence &s) { return s.info().n_blocks; }, d::seq_n_blocks)
+        .def_prop_ro("blocks", &Sequence::blocks,
+                     nb::sig("def blocks(self) -> NDArray[numpy.uint32]"), d::seq_blocks)
+        .def_prop_ro("tokens", &Sequence::tokens,
+                     nb::sig("def tokens(self) -> NDArray[numpy.uint32]"), d::seq_tokens)
+        .def_prop_ro("namespace", &Sequence::root, d::seq_namespace)
+        .def_prop_ro("is_freed", &Sequence::is_freed, d::seq_is_freed)
+
+        .def("__len__", [](Sequence &s) { return s.info().n_tokens; })
+        .def(
+            "__bool__", [](Sequence &) { return true; }, nb::sig("def __bool__(self) -> bool"))
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __enter__(self) -> Self"))
+        .def(
+            "__exit__", [](Sequence &s, nb::args) { s.free_if_alive(); },
+            nb::sig("def __exit__(self, *exc_info: object) -> None"))
+        .def("__repr__", &Sequence::repr, nb::sig("def __repr__(self) -> str"))
+        .def(
+            "__reduce_ex__",
+            [](Sequence &, nb::handle) {
+                refuse_copy("pickled", "Move it with export(), import_() and adopt()");
+            },
+            nb::sig("def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn"))
+        .def(
+            "__copy__", [](Sequence &) { refuse_copy("copied", "Use fork()"); },
+            nb::sig("def __copy__(self) -> NoReturn"))
+        .def(
+            "__deepcopy__", [](Sequence &, nb::handle) { refuse_copy("copied", "Use fork()"); },
+            nb::sig("def __deepcopy__(self, memo: object, /) -> NoReturn"));
+}
+
+} // namespace kvpool

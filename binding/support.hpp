@@ -1,0 +1,62 @@
+// What every class of the module needs to call the library and to make its results.
+#pragma once
+
+#include <cstdio>
+
+#include <nanobind/nanobind.h>
+
+#include "errors.hpp"
+#include "locked_pool.hpp"
+
+namespace kvpool {
+
+namespace nb = nanobind;
+
+// Calls that touch at least this many bytes let other Python threads run meanwhile. Below it,
+// handing the GIL over costs more than the work: 64 KiB are copied in about 5 microseconds.
+constexpr size_t bulk_bytes = 64 * 1024;
+// The same for calls that visit blocks or hash tokens, at 1 to 10 ns each.
+constexpr size_t bulk_items = 4096;
+
+enum class Work { constant, bulk };
+
+inline Work bytes_work(size_t n_bytes) {
+    return n_bytes >= bulk_bytes ? Work::bulk : Work::constant;
+}
+
+inline Work items_work(size_t n) {
+    return n >= bulk_items ? Work::bulk : Work::constant;
+}
+
+// Runs op under the pool's mutex. Nobody waits for the mutex while holding the GIL, and nobody
+// waits for the GIL while holding the mutex: a thread that has to wait for the mutex gives up the
+// GIL first and takes it again after the mutex is released. op therefore must not touch a Python
+// object that others may change.
+template <class Op> void call(LockedPool &pool, Work work, Op &&op, Failure &failure) {
+    if (work == Work::constant && pool.try_run(op, failure)) {
+        return;
+    }
+    nb::gil_scoped_release nogil;
+    pool.run(op, failure);
+}
+
+// Fails an op on the binding's own account, with a text made like the library's.
+template <class... Args> tl_status fail(tl_status status, const char *format, Args... args) {
+    char text[TL_LAST_ERROR_CAP];
+    std::snprintf(text, sizeof text, format, args...);
+    tl_set_last_error(text);
+    return status;
+}
+
+inline nb::object checked(PyObject *o) {
+    if (o == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(o);
+}
+
+inline nb::object int_object(uint64_t x) {
+    return checked(PyLong_FromUnsignedLongLong(x));
+}
+
+} // namespace kvpool
