@@ -87,6 +87,19 @@ void tl_test_mem(const char *file, int line, const char *text, const void *got, 
 /* What a failing check should say besides: the seed, the step, the byte. "" forgets it. */
 void tl_test_context(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 
+/* 1 in a program built with AddressSanitizer or ThreadSanitizer: their allocators touch memory of
+ * their own, and time means little. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define TL_TEST_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define TL_TEST_SANITIZED 1
+#endif
+#endif
+#ifndef TL_TEST_SANITIZED
+#define TL_TEST_SANITIZED 0
+#endif
+
 /* ---- randomness ---------------------------------------------------------------------------- */
 
 /* 1 and *seed when --seed was given. A random test runs its own list of seeds otherwise. */
