@@ -1,6 +1,7 @@
 /*
  * tinyllm/kv_pool_ext.h - what this implementation of kv_pool.h offers beyond it: creation
- * options, batches that are validated whole, read access to a block's state, and a checker.
+ * options, batches that are validated whole, envelopes in parts and in pieces, read access to a
+ * block's state, and a checker.
  *
  * kv_pool.h is the interface that any implementation has; this header needs ours (it is compiled
  * from src/runtime/kv_pool_ext.c, which knows the pool's records). The same rules hold: the caller
@@ -87,6 +88,66 @@ TL_API tl_status tl_kv_lookup_many(tl_kv_pool *p, const uint64_t *hashes, size_t
  */
 TL_API tl_status tl_kv_block_hashes(uint64_t parent, const uint32_t *toks, size_t n,
                                     uint32_t block_tokens, uint64_t *out);
+
+/* A prompt of tl_kv_block_hashes_batch: n token ids, the root parent hash (0 by default), and room
+ * for the floor(n / block_tokens) hashes. */
+typedef struct {
+    const uint32_t *toks;
+    size_t n;
+    uint64_t parent;
+    uint64_t *out;
+} tl_kv_prompt;
+
+/*
+ * tl_kv_block_hashes for n prompts. The blocks of one prompt are one chain, each waiting for the
+ * one before; several chains run side by side, so that a block takes a third of the time it takes
+ * alone. Prompts of similar length gain most, and the order does not matter. The outs must not
+ * overlap. TL_EINVAL: block_tokens 0, prompts NULL with n not 0, or toks or out NULL with a full
+ * block to hash; then nothing is written. O(tokens).
+ */
+TL_API tl_status tl_kv_block_hashes_batch(const tl_kv_prompt *prompts, size_t n,
+                                          uint32_t block_tokens);
+
+/* ---- the wire without one large buffer ----------------------------------------------------- */
+
+/*
+ * The part of tl_kv_export's envelope of ids[0 .. n) that blocks first .. first + count - 1 make,
+ * with the header when first is 0 and the CRC at the end when first + count is n: parts that follow
+ * one another are the envelope. *crc carries the checksum from part to part; it is ignored with
+ * first 0, and updated only on TL_OK.
+ * Statuses, *written and what is touched: as for tl_kv_export, for the blocks of this part alone;
+ * also TL_EINVAL: crc NULL, or a part that reaches past n. Between parts the blocks must stay held
+ * and unwritten. O(count * P).
+ *
+ * Parts can also be made side by side, each with *crc 0 before it: tl_crc32c_combine then gives
+ * the CRC of the whole, to be put, as 4 little-endian bytes, over the one the last part wrote.
+ */
+TL_API tl_status tl_kv_export_part(const tl_kv_pool *p, const uint32_t *ids, uint32_t n,
+                                   uint32_t first, uint32_t count, void *buf, size_t cap,
+                                   size_t *written, uint32_t *crc);
+
+/* The CRC-32C of a then b from those of a and of b, which has n_bytes_b bytes. About 100 ns,
+ * whatever the length. Pure. */
+TL_API uint32_t tl_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t n_bytes_b);
+
+/* Laid out like struct iovec, so that an array of them is one of those. */
+typedef struct {
+    const void *ptr;
+    size_t len;
+} tl_kv_piece;
+
+/*
+ * tl_kv_export's envelope as a list of pieces, for writev and its like: full blocks are sent from
+ * where they lie in the slab, the rest (header, records, partial blocks, CRC) is written to
+ * scratch. Each payload byte is read once, for the CRC, and not copied.
+ * TL_OK: *n_pieces pieces, at most 2 n + 1, which are valid while scratch is and while the blocks
+ * are held and unwritten. TL_EFULL: *scratch_bytes and *n_pieces are what is needed, and nothing
+ * is written; with both capacities 0 it asks for that. TL_EINVAL, with both 0: as for
+ * tl_kv_export, scratch or pieces NULL with a capacity, scratch_bytes or n_pieces NULL. O(n * P).
+ */
+TL_API tl_status tl_kv_export_pieces(const tl_kv_pool *p, const uint32_t *ids, uint32_t n,
+                                     void *scratch, size_t scratch_cap, tl_kv_piece *pieces,
+                                     size_t pieces_cap, size_t *scratch_bytes, size_t *n_pieces);
 
 /* ---- the checker --------------------------------------------------------------------------- */
 

@@ -49,7 +49,7 @@ uint32_t tl_crc32c_xpow(uint64_t e) {
 
 void tl_crc32c_shift_init(tl_crc32c_shift *s, uint64_t n_bytes) {
     /* 8 n_bytes overflows for lengths nobody has; x^8 has the order of x, so reduce before. */
-    uint32_t column = tl_crc32c_xpow(n_bytes % 0x7FFFFFFFu * 8);
+    uint32_t column = tl_crc32c_xpow(n_bytes % TL_CRC32C_ORDER * 8);
     for (int i = 7; i >= 0; i--) { /* bit 31 stands for 1: its column is the constant itself */
         uint32_t *map = s->map[i];
         map[0] = 0;

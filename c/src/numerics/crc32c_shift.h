@@ -20,6 +20,9 @@ typedef struct {
     uint32_t map[8][16];
 } tl_crc32c_shift;
 
+/* x^(2^31 - 1) is 1: exponents count modulo this. */
+#define TL_CRC32C_ORDER 0x7FFFFFFFu
+
 /* x^e mod P, bit i standing for x^(31 - i). About 20 ns for each bit set in e. */
 uint32_t tl_crc32c_xpow(uint64_t e);
 

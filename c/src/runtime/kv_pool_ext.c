@@ -293,22 +293,6 @@ tl_status tl_kv_lookup_many(tl_kv_pool *p, const uint64_t *hashes, size_t n, int
     return TL_OK;
 }
 
-tl_status tl_kv_block_hashes(uint64_t parent, const uint32_t *toks, size_t n, uint32_t block_tokens,
-                             uint64_t *out) {
-    if (block_tokens == 0) {
-        return tl_fail(TL_EINVAL, "tl_kv_block_hashes: block_tokens is 0");
-    }
-    const size_t n_full = n / block_tokens;
-    if (n_full > 0 && (toks == NULL || out == NULL)) {
-        return tl_fail(TL_EINVAL, "tl_kv_block_hashes: %s is NULL", toks == NULL ? "toks" : "out");
-    }
-    for (size_t i = 0; i < n_full; i++) {
-        parent = tl_kv_block_hash(parent, toks + i * block_tokens, block_tokens);
-        out[i] = parent;
-    }
-    return TL_OK;
-}
-
 /* ---- the checker --------------------------------------------------------------------------- */
 
 static tl_status disagree(const char *what, uint64_t id) {
