@@ -32,7 +32,7 @@ def tiny(tiny_weights: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> L
 @pytest.fixture(scope="session")
 def smollm() -> Loaded:
     """SmolLM2-135M-Instruct."""
-    from engine_support import load, use_one_blas_thread
+    from engine_support import load
 
     from kvpool.engine.gguf_file import default_model_path
 
@@ -40,7 +40,6 @@ def smollm() -> Loaded:
         path = default_model_path()
     except ValueError as error:
         pytest.skip(str(error))
-    use_one_blas_thread()
     return load(path)
 
 

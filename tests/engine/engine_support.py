@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,18 +64,6 @@ class Recorder:
         scores = self._logits(hidden)
         self.seen.append(scores)
         return scores
-
-
-def use_one_blas_thread() -> None:
-    """Keeps NumPy's OpenBLAS to one thread, if it is the bundled one.
-
-    Its threads wait for each other hundreds of times a token. On a machine that is busy with other
-    things each wait can last a time slice, and a test of seconds takes minutes.
-    """
-    for path in (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"):
-        set_threads = getattr(ctypes.CDLL(str(path)), "scipy_openblas_set_num_threads64_", None)
-        if set_threads is not None:
-            set_threads(1)
 
 
 def same_bits(a: list[Array], b: list[Array]) -> bool:

@@ -13,15 +13,14 @@ A prefix hit, the block size, or company in a batch change how many rows a pass 
 product over all rows at once may then round differently, and greedy tokens drift apart. Here every
 row is computed by calls whose shapes depend on the row's position alone:
 
-* ``linear`` multiplies the matrix with each row by itself (one BLAS matrix-vector call a row).
+* ``linear`` multiplies a matrix with each row by itself (BLAS matrix-vector calls).
 * Attention is one matrix-vector call for each row and head, over ``key_rows(position)`` keys: the
   end of the row's tile of TILE positions. Keys after the row's own position weigh exactly zero.
 * Everything else is element by element, or a sum along one row.
 
 So the K and V of a token, and its logits, are a function of the tokens before it: the same bits
-with the prefix cache on or off, with any block size, alone or in a batch, as long as the machine,
-NumPy and the number of BLAS threads stay the same. It costs no speed at one row, where it is the
-natural thing to do, and about half of the prefill speed of one large product at 128 rows.
+with the prefix cache on or off, with any block size, alone or in a batch, on one machine with one
+NumPy. What it costs: at 32 rows, about half of the speed of one large product.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from numpy.typing import NDArray
 
 from .cache import KVSequence
 from .gguf_file import LlamaConfig, ModelFile
+from .linear import linear
 
-__all__ = ["TILE", "Llama", "Span", "key_rows", "linear"]
+__all__ = ["TILE", "Llama", "Span", "key_rows"]
 
 #: Positions are computed in aligned tiles of this many: a prompt goes through the model one tile at
 #: a time, and attention reads keys up to the end of the tile that the query stands in.
@@ -70,20 +70,6 @@ def key_rows(position: int) -> int:
     (32, 32, 64)
     """
     return (position // TILE + 1) * TILE
-
-
-def linear(matrix: Array, rows: Array) -> Array:
-    """``rows @ matrix.T``, each row by a matrix-vector product of its own.
-
-    ``matrix`` is (outputs, inputs), ``rows`` (n, inputs), both C-contiguous float32. A row's result
-    has the same bits whatever n is and wherever in ``rows`` it stands.
-
-    >>> w, x = np.eye(3, dtype=np.float32), np.ones((2, 3), dtype=np.float32)
-    >>> linear(w, x).shape
-    (2, 3)
-    """
-    product: Array = np.matmul(matrix, rows[:, :, None])[:, :, 0]
-    return product
 
 
 class Llama:

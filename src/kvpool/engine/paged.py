@@ -92,6 +92,9 @@ class PagedCache:
         self.hit_tokens = 0
         self.peak_used = 0
         self._slab: NDArray[np.float16] = pool.slab
+        # The slab as a list of panels: the positions of one block, for one layer, K or V, and head.
+        self._panels = self._slab.view(np.int16).reshape(-1, pool.block_tokens * pool.head_dim)
+        self._panels_of_a_layer = np.arange(2 * pool.n_kv_heads).reshape(2, pool.n_kv_heads, 1)
         self._digests: dict[int, bytes] = {}  # of the blocks this cache registered, by block id
 
     def open(self, tokens: Sequence[int]) -> PagedSequence:
@@ -116,6 +119,12 @@ class PagedCache:
         self.prompt_tokens += len(tokens)
         self.hit_tokens += sequence.n_computed
         return sequence
+
+    def _panel_ids(self, blocks: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
+        """(2, n_kv_heads, len(blocks)): where the panels of a layer are in ``_panels``."""
+        first = (blocks * self.pool.n_layers + layer) * self._panels_of_a_layer.size
+        ids: NDArray[np.int64] = first + self._panels_of_a_layer
+        return ids
 
     def _note_peak(self) -> None:
         self.peak_used = max(self.peak_used, self.pool.stats.used)
@@ -197,19 +206,16 @@ class PagedSequence:
             slab[self._table[positions // size], layer, :, :, positions % size] = values
 
     def read(self, layer: int, n: int, out: NDArray[np.float32]) -> None:
-        """Gathers one layer by the block table: one fancy index, then one copy into order.
+        """Gathers one layer by the block table: one ``take``, then one copy that widens.
 
-        ``out`` is (2, n_kv_heads, n_keys, head_dim), C-contiguous. The copy moves the bits of the
-        float16 values; they are widened in ``out``, all at once.
+        ``out`` is (2, n_kv_heads, n_keys, head_dim), C-contiguous. What is gathered and copied are
+        the bits of the float16 values; they become float32 in ``out``, all at once.
         """
-        size, bits = self._size, out.view(np.int32)
-        table = self._table[: -(-n // size)]
-        gathered = self._cache._slab[table, layer].view(np.int16)  # (blocks, 2, heads, size, dim)
-        full, rest = divmod(n, size)
-        whole = bits[:, :, : full * size].reshape(*out.shape[:2], full, size, out.shape[3])
-        whole[...] = gathered[:full].transpose(1, 2, 0, 3, 4)
-        if rest:
-            bits[:, :, full * size : n] = gathered[full, :, :, :rest]
+        bits = out.view(np.int32)
+        blocks = self._table[: -(-n // self._size)].astype(np.int64)
+        gathered = self._cache._panels.take(self._cache._panel_ids(blocks, layer), axis=0)
+        in_order = gathered.reshape(*out.shape[:2], len(blocks) * self._size, out.shape[3])
+        bits[:, :, :n] = in_order[:, :, :n]
         bits[:, :, n:] = 0
         widen(out)
 
