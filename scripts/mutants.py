@@ -54,7 +54,7 @@ class Run:
         self.kills: dict[str, list[Any]] = {}
         shutil.rmtree(FOLDER / "mutants", ignore_errors=True)
         self.assets = workbench.assets.Assets(ROOT)
-        self.chain = workbench.toolchain.find_toolchain(FOLDER / "try")
+        self.chain = workbench.toolchain.find_toolchain(FOLDER / "try", cache=FOLDER / "cache")
         self.workshop = mutation.Workshop(self.assets, self.chain, FOLDER)
         self.suites: dict[str, Any] = {}
         self.python: Any = None

@@ -16,9 +16,9 @@ from .assets import MODULE, POOL_C, find_assets
 from .catalog import read_catalog
 from .mutation import load_manifest
 from .screen import Screen
-from .toolchain import BuildError, find_toolchain
+from .toolchain import BuildError, Toolchain, find_toolchain
 from .trouble import EXIT_FAILED, EXIT_OK, EXIT_TROUBLE, EXIT_USAGE, Trouble, UsageError
-from .workspace import Workspace, create
+from .workspace import Workspace, cache_folder, create
 
 __all__ = ["main"]
 
@@ -146,12 +146,21 @@ def _tests(args: argparse.Namespace, screen: Screen) -> int:
     return EXIT_OK
 
 
+def _toolchain(args: argparse.Namespace, scratch: Path, workspace: Workspace) -> Toolchain:
+    """The compiler, with objects kept from one check to the next."""
+    cache = cache_folder(workspace)
+    chain = find_toolchain(scratch / "try", sanitize=not args.no_sanitize, cache=cache)
+    if chain.cache is not None:
+        chain.cache.prune()
+    return chain
+
+
 def _check(args: argparse.Namespace, screen: Screen) -> int:
     _need_module(args.module)
     assets, workspace = find_assets(), Workspace.find(args.dir)
     with tempfile.TemporaryDirectory(prefix="ol-") as folder:
         scratch = Path(folder)
-        chain = find_toolchain(scratch / "try", sanitize=not args.no_sanitize)
+        chain = _toolchain(args, scratch, workspace)
         found = checking.Check()
         if args.only != "tests":
             found.pool = checking.check_pool(assets, chain, scratch, workspace, screen)
@@ -247,7 +256,7 @@ def _tdd(args: argparse.Namespace, screen: Screen) -> int:
     assets, workspace = find_assets(), Workspace.find(args.dir)
     with tempfile.TemporaryDirectory(prefix="ol-") as folder:
         scratch = Path(folder)
-        chain = find_toolchain(scratch / "try", sanitize=not args.no_sanitize)
+        chain = _toolchain(args, scratch, workspace)
         found = tdd.run_tdd(args.colour, assets, chain, scratch, workspace)
     tdd.report_tdd(found, workspace, screen)
     screen.result(tdd.tdd_as_json(found, workspace))

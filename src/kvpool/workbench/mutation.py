@@ -164,14 +164,13 @@ class Workshop:
             self._library = self.chain.archive(objects, self.folder / "libpool.a")
         return self._library
 
-    def suite(self, name: str, sources: Iterable[Path], flags: Sequence[str] = ()) -> Suite:
+    def suite(self, name: str, sources: Iterable[Path]) -> Suite:
         """Compiles a program of tests and asks for its names. Raises :class:`BuildError`.
 
         Named ``unit/...``, only the tests that a mutant's entry names are run over the mutant.
         """
         folder = self.folder / f"suite-{name.replace('/', '-')}"
-        chain = self.chain if not flags else _with_flags(self.chain, flags)
-        objects = chain.compile_all(
+        objects = self.chain.compile_all(
             [*sources, *self.assets.test_helpers], folder, self.test_include
         )
         program = self.chain.link([*objects, self.library()], folder / "reference")
@@ -296,7 +295,3 @@ class Workshop:
                 "this is a fault of the installation, not of your tests",
             )
         return Grade(kills, manifest.threshold)
-
-
-def _with_flags(chain: Toolchain, flags: Sequence[str]) -> Toolchain:
-    return Toolchain(chain.cc, chain.sanitize, (*chain.extra, *flags))

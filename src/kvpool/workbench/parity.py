@@ -20,7 +20,7 @@ from .build import PoolBuilder, explain_build_error
 from .envelope import first_difference
 from .process import Finished, run
 from .toolchain import BuildError, find_toolchain
-from .workspace import Workspace
+from .workspace import Workspace, cache_folder
 
 __all__ = ["Driver", "DriverReport", "load_cases", "own_drivers", "run_driver"]
 
@@ -102,7 +102,7 @@ def own_drivers(assets: Assets, scratch: Path, workspace: Workspace | None) -> l
 
 
 def _c_driver(name: str, assets: Assets, scratch: Path, workspace: Workspace | None) -> Driver:
-    chain = find_toolchain(scratch / "try")
+    chain = find_toolchain(scratch / "try", cache=cache_folder(workspace))
     builder = PoolBuilder(assets, chain, scratch / "driver-c")
     try:
         pool = builder.pool(assets.pool_c if workspace is None else workspace.pool_c)

@@ -6,10 +6,8 @@ where it happens, and compiling one unit takes a third of a second.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Iterable, Sequence
@@ -17,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .objectcache import ObjectCache, reached_headers
 from .process import run
 from .trouble import Trouble
 
@@ -48,6 +47,8 @@ class Toolchain:
     cc: tuple[str, ...]
     sanitize: bool = True
     extra: tuple[str, ...] = ()
+    version: str = ""
+    cache: ObjectCache | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -68,10 +69,18 @@ class Toolchain:
     ) -> str:
         """Compiles one file; returns the warnings. Raises :class:`BuildError`."""
         paths = [f"-I{path}" for path in include]
-        command = [*self.cc, *self.flags, *flags, *paths, "-c", str(source), "-o", str(out)]
+        words = [*self.cc, *self.flags, *flags]
+        key = ""
+        if self.cache is not None:
+            key = self.cache.key([*words, self.version], source, include)
+            if (warnings := self.cache.get(key, out)) is not None:
+                return warnings
+        command = [*words, *paths, "-c", str(source), "-o", str(out)]
         done = run(command, timeout_s=_COMPILE_LIMIT_S, merge=True)
         if done.code != 0:
             raise BuildError(f"compiling {source.name}", done.stdout or done.ending())
+        if self.cache is not None:
+            self.cache.put(key, out, done.stdout)
         return done.stdout
 
     def compile_all(
@@ -109,8 +118,10 @@ class Toolchain:
         return out
 
 
-def find_toolchain(scratch: Path, *, sanitize: bool = True) -> Toolchain:
+def find_toolchain(scratch: Path, *, sanitize: bool = True, cache: Path | None = None) -> Toolchain:
     """The compiler of this machine, tried out: ``$CC``, or the first of cc, gcc and clang.
+
+    ``cache`` is a folder to keep objects in.
 
     Raises :class:`Trouble`, with what to install, when there is none, when it cannot build a
     program, or when the sanitizers' runtime is missing.
@@ -124,7 +135,9 @@ def find_toolchain(scratch: Path, *, sanitize: bool = True) -> Toolchain:
     else:
         looked = f"CC says {asked!r}, but" if asked else "looked for cc, gcc and clang:"
         raise Trouble(f"{looked} there is no C compiler here", _install_hint("gcc"))
-    chain = Toolchain(tuple(words), sanitize=False)
+    version = run([*words, "--version"], timeout_s=30, merge=True).stdout
+    kept = None if cache is None else ObjectCache(cache)
+    chain = Toolchain(tuple(words), sanitize=False, version=version, cache=kept)
     _try(chain, scratch, f"{name} cannot build a program", _install_hint("libc6-dev"))
     if sanitize:
         chain = replace(chain, sanitize=True)
@@ -175,21 +188,10 @@ def n_jobs() -> int:
     return os.cpu_count() or 1
 
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-
-
 def dependents(changed: set[Path], units: Iterable[Path], include: Sequence[Path]) -> list[Path]:
     """The units that are, or include at any depth, one of the changed files (absolute paths)."""
 
-    @functools.cache
-    def includes(path: Path) -> frozenset[Path]:
-        found: set[Path] = set()
-        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
-            for folder in (path.parent, *include):
-                header = (folder / name).resolve()
-                if header.is_file():
-                    found |= {header} | includes(header)
-                    break
-        return frozenset(found)
+    def reached(unit: Path) -> set[Path]:
+        return {unit.resolve(), *(header for _, header in reached_headers(unit, include))}
 
-    return [unit for unit in units if changed & ({unit.resolve()} | includes(unit))]
+    return [unit for unit in units if changed & reached(unit)]

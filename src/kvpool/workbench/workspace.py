@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from .assets import LEARNER_HEADERS, OWN_TESTS, POOL_C, Assets, templates
 from .trouble import UsageError
 
-__all__ = ["Workspace", "create"]
+__all__ = ["Workspace", "cache_folder", "create"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class Workspace:
             return bool(noted["kv_pool.c"] == self._digest())
         except (OSError, ValueError, KeyError, TypeError):
             return False
+
+
+def cache_folder(workspace: Workspace | None) -> Path | None:
+    """Where compiled objects are kept: in the workspace, or where OL_CACHE says."""
+    if asked := os.environ.get("OL_CACHE"):
+        return Path(asked)
+    return None if workspace is None else workspace.root / ".ol/cache"
 
 
 def create(assets: Assets, folder: Path, *, force: bool = False) -> list[Path]:
