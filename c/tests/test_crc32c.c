@@ -122,7 +122,7 @@ TL_TEST(the_last_variant_that_can_run_is_selected) {
         unsigned bit;
     } features[] = {{"sse42", TL_CPU_SSE42},     {"pclmul", TL_CPU_PCLMUL}, {"avx2", TL_CPU_AVX2},
                     {"vpclmul", TL_CPU_VPCLMUL}, {"avx512", TL_CPU_AVX512}, {"f16c", TL_CPU_F16C},
-                    {"armcrc", TL_CPU_ARMCRC}};
+                    {"armcrc", TL_CPU_ARMCRC},   {"pmull", TL_CPU_PMULL}};
     const char *off = getenv("TL_CPU_DISABLE");
     for (; off && *off; off += strcspn(off, ","), off += *off == ',')
         for (size_t i = 0; i < sizeof features / sizeof features[0]; i++)

@@ -41,6 +41,19 @@ static inline uint64_t wire_get(const uint8_t *at, size_t n_bytes) {
     return v;
 }
 
+/* n_bytes of float16 values from the host's byte order to the wire's, or back: the same swap. */
+static inline void wire_f16(void *to, const void *from, size_t n_bytes) {
+    uint8_t *d = to;
+    const uint8_t *s = from;
+    const uint16_t one = 1;
+    const size_t low = *(const uint8_t *)&one ? 0 : 1; /* where the host keeps the low byte */
+    for (size_t i = 0; i + 1 < n_bytes; i += 2) {
+        const uint8_t lo = s[i + low], hi = s[i + 1 - low];
+        d[i] = lo;
+        d[i + 1] = hi;
+    }
+}
+
 /* CRC-32C bit by bit: the definition. */
 static inline uint32_t wire_crc(const uint8_t *p, size_t n) {
     uint32_t crc = 0xFFFFFFFFu;

@@ -120,15 +120,17 @@ TL_TEST_DOC(hand_example_export_envelope, "unit, golden",
     const size_t size = tl_kv_export_bytes(p, 2), P = tl_kv_block_bytes(p);
     TL_EQ(P, 4 * 2 * 5 * 3 * 7 * 2);
     TL_EQ(size, wire_bytes(2, P));
-    uint8_t *env = malloc(size), want[WIRE_HEADER];
+    uint8_t *env = malloc(size), *payload = malloc(P), want[WIRE_HEADER];
     TL_OK_(tl_kv_export(p, ids, 2, env, size, &written));
     wire_header(want, 2, 3, 4, 5, 7);
     TL_MEM_EQ(env, want, WIRE_HEADER);
     TL_EQ(wire_get(wire_record(env, 0, P), 8), 0);
     TL_EQ(wire_get(wire_record(env, 0, P) + WIRE_N_TOKENS, 4), 3);
     TL_EQ(wire_get(wire_record(env, 1, P) + WIRE_N_TOKENS, 4), 1);
-    TL_MEM_EQ(wire_record(env, 0, P) + WIRE_RECORD, tl_kv_block_ptr(p, ids[0], 0, 0), P);
+    wire_f16(payload, tl_kv_block_ptr(p, ids[0], 0, 0), P);
+    TL_MEM_EQ(wire_record(env, 0, P) + WIRE_RECORD, payload, P);
     TL_EQ(wire_get(env + size - WIRE_TRAILER, 4), wire_crc(env, size - WIRE_TRAILER));
+    free(payload);
     free(env);
     tl_kv_pool_destroy(p);
 }
@@ -527,7 +529,7 @@ TL_TEST_DOC(
     memset(buf, 0xEE, sizeof buf);
     TL_OK_(tl_kv_export(p, &id, 1, buf, sizeof buf, &written));
     TL_EQ(written, MAX);
-    memcpy(want, tl_kv_block_ptr(p, id, 0, 0), P);
+    wire_f16(want, tl_kv_block_ptr(p, id, 0, 0), P);
     wire_zero_past(want, FILL, B, L, H, D);
     TL_MEM_EQ(buf + WIRE_HEADER + WIRE_RECORD, want, P);
     TL_EQ(wire_get(buf + MAX - 4, 4), wire_crc(buf, MAX - 4));
@@ -1002,7 +1004,7 @@ static size_t model_export(const model *m, const uint32_t *ids, uint32_t n, uint
         uint8_t *r = wire_record(env, i, m->P);
         wire_put(r, b->hash, 8);
         wire_put(r + WIRE_N_TOKENS, b->fill, 4);
-        memcpy(r + WIRE_RECORD, b->bytes, m->P);
+        wire_f16(r + WIRE_RECORD, b->bytes, m->P);
         wire_zero_past(r + WIRE_RECORD, b->fill, m->c.block_tokens, m->c.n_layers, m->c.n_kv_heads,
                        m->c.head_dim);
     }
@@ -1183,7 +1185,9 @@ static void op_import(model *m) {
         const uint8_t *r = wire_record(env, i, m->P);
         const uint64_t hash = wire_get(r, 8);
         m->b[ids[i]].fill = (uint32_t)wire_get(r + WIRE_N_TOKENS, 4);
-        model_adopt(m, ids[i], r + WIRE_RECORD);
+        uint8_t want[MAX_PAYLOAD];
+        wire_f16(want, r + WIRE_RECORD, m->P);
+        model_adopt(m, ids[i], want);
         if (model_holder(m, hash) < 0)
             m->b[ids[i]].hash = hash;
     }
