@@ -55,7 +55,9 @@ class Run:
         shutil.rmtree(FOLDER / "mutants", ignore_errors=True)
         self.assets = workbench.assets.Assets(ROOT)
         self.chain = workbench.toolchain.find_toolchain(FOLDER / "try", cache=FOLDER / "cache")
-        self.workshop = mutation.Workshop(self.assets, self.chain, FOLDER)
+        self.workshop = mutation.Workshop(
+            self.assets, self.chain, FOLDER, self.assets.library_units
+        )
         self.suites: dict[str, Any] = {}
         self.python: Any = None
 

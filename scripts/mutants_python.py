@@ -130,7 +130,7 @@ class PythonSuite:
         text = mutant.patch.read_text(encoding="utf-8")
         if "b/binding/" not in text:
             python_shop = self.workbench.mutation.Workshop(
-                workshop.assets, self.chain, self.folder / "c"
+                workshop.assets, self.chain, self.folder / "c", workshop.units
             )
             return list(python_shop.mutate(mutant))
         folder = workshop.overlay(mutant, Path("binding"))

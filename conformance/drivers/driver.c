@@ -150,8 +150,17 @@ static uint8_t *parse_hex(size_t *n_bytes) {
     return bytes;
 }
 
-enum { NAME = 1, BLOCK_TOKENS = 2, N_LAYERS = 4, N_KV_HEADS = 8, HEAD_DIM = 16, TOKENS = 32,
-       VALUES = 64, N_BLOCKS = 128, HEX = 256 };
+enum {
+    NAME = 1,
+    BLOCK_TOKENS = 2,
+    N_LAYERS = 4,
+    N_KV_HEADS = 8,
+    HEAD_DIM = 16,
+    TOKENS = 32,
+    VALUES = 64,
+    N_BLOCKS = 128,
+    HEX = 256
+};
 enum { SHAPE = BLOCK_TOKENS | N_LAYERS | N_KV_HEADS | HEAD_DIM };
 
 typedef struct {
@@ -190,15 +199,32 @@ static void parse_member(request *r) {
     r->seen |= bit;
     expect(':', "expected :");
     switch (bit) {
-    case NAME: (void)parse_string(&n); break;
-    case BLOCK_TOKENS: r->cfg.block_tokens = (uint32_t)parse_uint(UINT32_MAX); break;
-    case N_LAYERS: r->cfg.n_layers = (uint32_t)parse_uint(UINT32_MAX); break;
-    case N_KV_HEADS: r->cfg.n_kv_heads = (uint32_t)parse_uint(UINT32_MAX); break;
-    case HEAD_DIM: r->cfg.head_dim = (uint32_t)parse_uint(UINT32_MAX); break;
-    case N_BLOCKS: r->cfg.n_blocks = (uint32_t)parse_uint(UINT32_MAX); break;
-    case TOKENS: r->tokens = parse_array(UINT32_MAX, &r->n_tokens); break;
-    case VALUES: r->values = parse_array(UINT16_MAX, &r->n_values); break;
-    default: r->envelope = parse_hex(&r->n_bytes);
+    case NAME:
+        (void)parse_string(&n);
+        break;
+    case BLOCK_TOKENS:
+        r->cfg.block_tokens = (uint32_t)parse_uint(UINT32_MAX);
+        break;
+    case N_LAYERS:
+        r->cfg.n_layers = (uint32_t)parse_uint(UINT32_MAX);
+        break;
+    case N_KV_HEADS:
+        r->cfg.n_kv_heads = (uint32_t)parse_uint(UINT32_MAX);
+        break;
+    case HEAD_DIM:
+        r->cfg.head_dim = (uint32_t)parse_uint(UINT32_MAX);
+        break;
+    case N_BLOCKS:
+        r->cfg.n_blocks = (uint32_t)parse_uint(UINT32_MAX);
+        break;
+    case TOKENS:
+        r->tokens = parse_array(UINT32_MAX, &r->n_tokens);
+        break;
+    case VALUES:
+        r->values = parse_array(UINT16_MAX, &r->n_values);
+        break;
+    default:
+        r->envelope = parse_hex(&r->n_bytes);
     }
 }
 

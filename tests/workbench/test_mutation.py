@@ -74,7 +74,8 @@ ELSEWHERE = REAL.replace("-    if (b->hash != 0) {", "-    if (no such line) {")
 @pytest.fixture(scope="module")
 def workshop(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     folder = tmp_path_factory.mktemp("mutation")
-    return Workshop(assets, find_toolchain(folder / "try", cache=folder / "cache"), folder)
+    chain = find_toolchain(folder / "try", cache=folder / "cache")
+    return Workshop(assets, chain, folder, assets.pool_units)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_other_ends_have_words_too(text: str, headline: str) -> None:
 def workshop(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     folder = tmp_path_factory.mktemp("workshop")
     chain = find_toolchain(folder / "try", cache=folder / "cache")
-    return Workshop(assets, chain, folder)
+    return Workshop(assets, chain, folder, assets.pool_units)
 
 
 @needs_compiler

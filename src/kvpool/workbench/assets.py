@@ -71,9 +71,13 @@ class Assets:
 
     @property
     def pool_units(self) -> list[Path]:
-        """The pool and everything below it."""
-        runtime = self.src / "runtime"
-        return [*self.helper_units, runtime / "kv_pool.c", runtime / "kv_pool_ext.c"]
+        """The pool of the chapter and what is below it."""
+        return [*self.helper_units, self.pool_c]
+
+    @property
+    def library_units(self) -> list[Path]:
+        """Every unit of the library."""
+        return sorted(self.src.glob("*/*.c"))
 
 
 def find_assets() -> Assets:

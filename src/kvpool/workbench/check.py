@@ -125,7 +125,7 @@ def check_own_tests(
         ]
         return found
     manifest = load_manifest(assets.mutants / "rt.04")
-    workshop = Workshop(assets, chain, scratch / "grade")
+    workshop = Workshop(assets, chain, scratch / "grade", assets.pool_units)
     try:
         suite = workshop.suite("own", sources)
     except BuildError as error:

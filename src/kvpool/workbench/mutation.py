@@ -142,10 +142,12 @@ class Grade:
 
 
 class Workshop:
-    """The unchanged library, compiled once, and a place to build mutants of it."""
+    """The unchanged units of a library, compiled once, and a place to build mutants of them."""
 
-    def __init__(self, assets: Assets, chain: Toolchain, folder: Path) -> None:
-        self.assets, self.chain, self.folder = assets, chain, folder
+    def __init__(
+        self, assets: Assets, chain: Toolchain, folder: Path, units: Sequence[Path]
+    ) -> None:
+        self.assets, self.chain, self.folder, self.units = assets, chain, folder, units
         self._library: Path | None = None
 
     @property
@@ -157,11 +159,10 @@ class Workshop:
         return [*self.include, self.assets.tests]
 
     def library(self) -> Path:
-        """The pool and what is below it, as they are."""
+        """The units as they are, as a static library."""
         if self._library is None:
-            units = self.assets.pool_units
-            objects = self.chain.compile_all(units, self.folder / "library", self.include)
-            self._library = self.chain.archive(objects, self.folder / "libpool.a")
+            objects = self.chain.compile_all(self.units, self.folder / "library", self.include)
+            self._library = self.chain.archive(objects, self.folder / "libunits.a")
         return self._library
 
     def suite(self, name: str, sources: Iterable[Path]) -> Suite:
@@ -204,7 +205,7 @@ class Workshop:
         }
         include = [folder / "src", *self.include]
         objects = []
-        for unit in dependents(changed, self.assets.pool_units, self.include):
+        for unit in dependents(changed, self.units, self.include):
             mutated = folder / "src" / unit.relative_to(self.assets.src)
             out = folder / f"{unit.stem}.o"
             self.chain.compile(mutated if mutated.is_file() else unit, out, include)
