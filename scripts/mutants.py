@@ -156,6 +156,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plants every bug and runs the tests over it.")
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants alone")
     parser.add_argument("--no-python", action="store_true", help="leave the Python suite out")
+    parser.add_argument(
+        "--write-kills",
+        action="store_true",
+        help="note in c/mutants/rt.04/kills.json which of the 20 tests fail on each bug",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     start = time.monotonic()
@@ -189,6 +194,8 @@ def main() -> int:
             run.judge(mutant, {"rt04", "own"})
         for mutant in extra:
             run.judge(mutant, {mutant.suite})
+    if not args.only and not run.wrong:
+        _compare_kills(run, folders["rt.04"] / "kills.json", args.write_kills, screen)
     _report(run, [*chapter, *extra], time.monotonic() - start, screen)
     return 1 if run.wrong else 0
 
@@ -197,6 +204,22 @@ def _patches_without_entry(folders: dict[str, Path], mutants: list[Any]) -> list
     known = {mutant.patch for mutant in mutants}
     files = {path for folder in folders.values() for path in folder.glob("*.patch")}
     return [f"{path.relative_to(ROOT)} has no entry" for path in sorted(files - known)]
+
+
+def _compare_kills(run: Run, path: Path, write: bool, screen: Any) -> None:
+    """`ol check` compares a learner's failed tests with these; they are hints, never a verdict."""
+    kills = {
+        bug: sorted(kill.tests)
+        for bug, found in sorted(run.kills.items())
+        for kill in found
+        if kill.suite == "rt04" and kill.mutant.patch.parent == path.parent
+    }
+    lines = ",\n".join(f"  {json.dumps(bug)}: {json.dumps(tests)}" for bug, tests in kills.items())
+    text = "{\n" + lines + "\n}\n"
+    if write:
+        path.write_text(text, encoding="utf-8")
+    elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+        screen.line("note: kills.json is not up to date: scripts/mutants.py --write-kills", "warn")
 
 
 def _report(run: Run, mutants: list[Any], seconds: float, screen: Any) -> None:

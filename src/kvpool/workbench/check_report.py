@@ -7,7 +7,7 @@ from typing import Any
 from .assets import Assets
 from .catalog import CatalogEntry, read_catalog
 from .check import CHAPTER_NAMES, Check, PoolCheck, TestsCheck
-from .mutation import Manifest, load_manifest
+from .mutation import Manifest, load_kills, load_manifest, resembling
 from .screen import Screen
 from .testprogram import Outcome, TestRun
 from .workspace import Workspace
@@ -21,6 +21,8 @@ def report_check(check: Check, assets: Assets, workspace: Workspace, screen: Scr
     manifest = load_manifest(assets.mutants / "rt.04")
     if check.pool is not None:
         _report_pool(check.pool, catalog, manifest, workspace, screen)
+        for pitfall in _resembles(check.pool, assets, manifest):
+            screen.wrapped(pitfall, "Nearly the same tests fail with this mistake: ", "warn")
     if check.tests is not None:
         _report_tests(check.tests, catalog, screen)
     elif check.pool is not None and not check.pool.passed:
@@ -69,6 +71,15 @@ def _report_pool(
     screen.line(f"{n_passed} of {n_all} tests passed", "good" if pool.passed else "bad")
 
 
+def _resembles(pool: PoolCheck, assets: Assets, manifest: Manifest) -> list[str]:
+    """Pitfalls on which nearly the same tests fail, when it is not most of them."""
+    if pool.run is None or not 0 < len(pool.run.failed) < 15:
+        return []
+    kills = load_kills(assets.mutants / "rt.04")
+    bugs = resembling(pool.run.failed_names, kills)
+    return [manifest.pitfalls[bug] for bug in bugs if bug in manifest.pitfalls]
+
+
 def _n_hung(run: TestRun) -> int:
     return sum(test.hung for test in run.tests)
 
@@ -89,7 +100,7 @@ def _report_failure(
         screen.wrapped(entry.checks, "     it checks: ", "dim")
         usual = [manifest.pitfalls[i] for i in entry.catches if i in manifest.pitfalls]
         if usual:
-            screen.wrapped("; ".join(usual), "     usual causes: ", "dim")
+            screen.wrapped("; ".join(usual), "     for example: ", "dim")
 
 
 def _report_tests(tests: TestsCheck, catalog: dict[str, CatalogEntry], screen: Screen) -> None:
@@ -140,7 +151,7 @@ def check_as_json(check: Check, assets: Assets, workspace: Workspace) -> dict[st
                 catches = catalog[test.name].catches if test.name in catalog else ()
                 record["reason"] = failure.headline
                 record["details"] = list(failure.details)
-                record["usual_causes"] = [
+                record["for_example"] = [
                     manifest.pitfalls[i] for i in catches if i in manifest.pitfalls
                 ]
             tests.append(record)
@@ -151,6 +162,7 @@ def check_as_json(check: Check, assets: Assets, workspace: Workspace) -> dict[st
             "from_the_library": list(pool.borrowed),
             "tests": tests,
             "not_run": pool.run.missing if pool.run is not None else [],
+            "resembles": _resembles(pool, assets, manifest),
         }
     if check.tests is not None:
         grade = check.tests.grade

@@ -25,9 +25,19 @@ from .testprogram import TestRun, run_tests
 from .toolchain import BuildError, Toolchain, dependents, n_jobs
 from .trouble import Trouble
 
-__all__ = ["Grade", "Kill", "Manifest", "Mutant", "Suite", "Workshop", "load_manifest"]
+__all__ = [
+    "Grade",
+    "Kill",
+    "Manifest",
+    "Mutant",
+    "Suite",
+    "Workshop",
+    "load_kills",
+    "load_manifest",
+    "resembling",
+]
 
-MUTANT_TEST_LIMIT_S = 5
+MUTANT_TEST_LIMIT_S = 10
 MUTANT_LIMIT_S = 40.0
 
 
@@ -79,6 +89,34 @@ def load_manifest(folder: Path) -> Manifest:
         return Manifest(data.get("module", ""), float(data.get("threshold", 1.0)), tuple(mutants))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Trouble(f"{path} is no manifest of planted bugs: {error!r}") from None
+
+
+def load_kills(folder: Path) -> dict[str, frozenset[str]]:
+    """``folder/kills.json``: for each mutant every test of the chapter that fails on it.
+
+    ``scripts/mutants.py --write-kills`` writes it. Empty where there is none: it serves hints only.
+    """
+    try:
+        kills = json.loads((folder / "kills.json").read_text(encoding="utf-8"))
+        return {bug: frozenset(tests) for bug, tests in kills.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def resembling(failed: frozenset[str], kills: dict[str, frozenset[str]]) -> list[str]:
+    """The mutants on which nearly the same tests fail, the most alike first; two at most.
+
+    Alike are sets that share two thirds of their union.
+
+    >>> kills = {"s1": frozenset("abc"), "s2": frozenset("ab"), "s3": frozenset("xyz")}
+    >>> resembling(frozenset("abc"), kills)
+    ['s1', 's2']
+    """
+    likeness = {
+        bug: len(failed & tests) / len(failed | tests) for bug, tests in kills.items() if tests
+    }
+    alike = [bug for bug, share in likeness.items() if share > 0.66]
+    return sorted(alike, key=lambda bug: (-likeness[bug], bug))[:2]
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ class Screen:
         if self._console is not None:
             rich_table = importlib.import_module("rich.table").Table
             rich_text = importlib.import_module("rich.text").Text
-            table = rich_table(*columns, header_style="bold", show_lines=False)
+            table = rich_table(header_style="bold")
+            for column in columns:
+                table.add_column(column, overflow="fold")
             for row in rows:
                 table.add_row(*[rich_text(cell) for cell in row])
             self._console.print(table)
