@@ -333,11 +333,12 @@ static void bench_export(void) {
         a.wire = region(a.size, 1);
         const entry entries[] = {{"memcpy", run_export_memcpy, &a}, {"export", run_export, &a}};
         const size_t calls = a.n >= 64 ? 1 : 16 / a.n;
-        for (uint32_t fill = 16; fill >= 1; fill -= 15) {
+        for (int partial = 0; partial < 2; partial++) {
+            const uint32_t fill = partial ? 1 : shape.block_tokens;
             for (uint32_t i = 0; i < shape.n_blocks; i++) {
                 (void)tl_kv_set_fill(pool, ids[i], fill);
             }
-            contest(fill == 16 ? cases[c].full : cases[c].partial, entries, 2, calls,
+            contest(partial ? cases[c].partial : cases[c].full, entries, 2, calls,
                     a.n * BLOCK_BYTES, 1);
         }
         tl_free(a.wire);
@@ -418,11 +419,7 @@ static void bench_import(void) {
 #define SEQS   64u
 
 static uint32_t prompts[SEQS][TOKENS];
-static uint64_t hashes[TOKENS / 16];
-
-typedef struct {
-    uint32_t n_seqs;
-} hash_arg;
+static uint64_t hashes[SEQS][TOKENS / 16];
 
 static void run_fnv(const void *arg, size_t i) {
     (void)arg;
@@ -436,8 +433,22 @@ static void run_fnv(const void *arg, size_t i) {
 
 static void run_hashes(const void *arg, size_t i) {
     (void)arg;
-    (void)tl_kv_block_hashes(0, prompts[i % SEQS], TOKENS, 16, hashes);
-    sink ^= hashes[TOKENS / 16 - 1];
+    (void)tl_kv_block_hashes(0, prompts[i % SEQS], TOKENS, 16, hashes[0]);
+    sink ^= hashes[0][TOKENS / 16 - 1];
+}
+
+/* Every n-th call hashes n prompts at once, the others do nothing: a call is a prompt on average.
+ */
+static void run_batch(const void *arg, size_t i) {
+    const size_t n = *(const size_t *)arg;
+    if (i % n == 0) {
+        tl_kv_prompt batch[SEQS];
+        for (size_t k = 0; k < n; k++) {
+            batch[k] = (tl_kv_prompt){prompts[(i + k) % SEQS], TOKENS, 0, hashes[k]};
+        }
+        (void)tl_kv_block_hashes_batch(batch, n, 16);
+        sink ^= hashes[n - 1][TOKENS / 16 - 1];
+    }
 }
 
 static void bench_hash(void) {
@@ -456,9 +467,12 @@ static void bench_hash(void) {
                                     : (uint32_t)((rng >> 32) * cases[c].below >> 32);
             }
         }
+        static const size_t eight = 8, all = SEQS;
         const entry entries[] = {{"byte by byte", run_fnv, NULL},
-                                 {"one sequence", run_hashes, NULL}};
-        contest(cases[c].name, entries, 2, 8, 0, TOKENS / 16);
+                                 {"one sequence", run_hashes, NULL},
+                                 {"8 sequences", run_batch, &eight},
+                                 {"64 sequences", run_batch, &all}};
+        contest(cases[c].name, entries, sizeof entries / sizeof entries[0], SEQS, 0, TOKENS / 16);
     }
 }
 

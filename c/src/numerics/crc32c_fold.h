@@ -54,14 +54,12 @@
 
 enum fold_store { NO_STORE, PLAIN_STORE, STREAM_STORE };
 
-FOLD_FN vec load_store(const uint8_t *src, uint8_t *dst, enum fold_store how) {
-    const vec v = load(src);
+FOLD_FN void put(uint8_t *dst, vec v, enum fold_store how) {
     if (how == PLAIN_STORE) {
         store(dst, v);
     } else if (how == STREAM_STORE) {
         stream(dst, v);
     }
-    return v;
 }
 
 FOLD_FN uint64_t load8(const uint8_t *p) {
@@ -95,31 +93,36 @@ FOLD_FN uint32_t fold_tail(uint32_t raw, const uint8_t *p, size_t n) {
 /* 8 bytes of each stream, behind the move that made v. The barrier keeps the compiler from
  * collecting these in one place: they have to be spread among the moves to run beside them. */
 #if defined(__x86_64__)
-#define IN_VECTOR "+v" /* the constraint for a register that holds a vec */
+#define IN_VECTOR "v" /* the constraint for a register that holds a vec */
 #else
-#define IN_VECTOR "+w"
+#define IN_VECTOR "w"
 #endif
 #define STREAM_WORDS(at, v)                                                                        \
     do {                                                                                           \
         r0 = crc8(r0, load8(s + (at)));                                                            \
         r1 = crc8(r1, load8(s + STREAM + (at)));                                                   \
         r2 = crc8(r2, load8(s + 2 * STREAM + (at)));                                               \
-        __asm__ volatile("" : "+r"(s), IN_VECTOR(v));                                              \
+        __asm__ volatile("" : "+r"(s), "+" IN_VECTOR(v));                                          \
     } while (0)
 
 /*
- * All of n >= VEC_BYTES bytes at src, stored at dst on the way if `how` says so (dst is stepped
- * along either way). With streams, nothing is stored.
+ * All of n >= VEC_BYTES bytes at src, stored at dst if `how` says so (dst is stepped along either
+ * way). With streams, nothing is stored.
+ *
+ * A step is stored after the next one is loaded. Where dst is a little ahead of src in the address
+ * bits by which the processor matches loads with earlier stores (an envelope's payload is: 40 bytes
+ * behind the start of its buffer), it would otherwise take each load for one of the bytes just
+ * stored, and wait: 36 GB/s, and 48 in this order.
  */
 FOLD_FN uint32_t fold(uint32_t raw, uint8_t *dst, const uint8_t *src, size_t n, enum fold_store how,
                       int streams) {
     const vec k_vec = by(BY_VEC);
-    vec a = add(load_store(src, dst, how), first(raw));
+    vec w0 = load(src), a = add(w0, first(raw));
     if (n >= STEP) {
         const vec k_step = by(BY_STEP);
-        vec b = load_store(src + VEC_BYTES, dst + VEC_BYTES, how);
-        vec c = load_store(src + 2 * VEC_BYTES, dst + 2 * VEC_BYTES, how);
-        vec d = load_store(src + 3 * VEC_BYTES, dst + 3 * VEC_BYTES, how);
+        vec w1 = load(src + VEC_BYTES), b = w1;
+        vec w2 = load(src + 2 * VEC_BYTES), c = w2;
+        vec w3 = load(src + 3 * VEC_BYTES), d = w3;
         if (streams) {
             const vec k_gap = by(BY_GAP);
             for (; n >= ROUND + STEP; n -= ROUND) {
@@ -147,20 +150,40 @@ FOLD_FN uint32_t fold(uint32_t raw, uint8_t *dst, const uint8_t *src, size_t n, 
                 d = move(d, k_gap, load(src + 3 * VEC_BYTES));
             }
         }
-        for (src += STEP, dst += STEP, n -= STEP; n >= STEP; src += STEP, dst += STEP, n -= STEP) {
-            a = move(a, k_step, load_store(src, dst, how));
-            b = move(b, k_step, load_store(src + VEC_BYTES, dst + VEC_BYTES, how));
-            c = move(c, k_step, load_store(src + 2 * VEC_BYTES, dst + 2 * VEC_BYTES, how));
-            d = move(d, k_step, load_store(src + 3 * VEC_BYTES, dst + 3 * VEC_BYTES, how));
+        for (src += STEP, n -= STEP; n >= STEP; src += STEP, n -= STEP) {
+            const vec v0 = load(src), v1 = load(src + VEC_BYTES);
+            const vec v2 = load(src + 2 * VEC_BYTES), v3 = load(src + 3 * VEC_BYTES);
+            if (how != NO_STORE) {
+                __asm__ volatile("" ::IN_VECTOR(v0), IN_VECTOR(v1), IN_VECTOR(v2), IN_VECTOR(v3)
+                                 : "memory"); /* loaded */
+                put(dst, w0, how);
+                put(dst + VEC_BYTES, w1, how);
+                put(dst + 2 * VEC_BYTES, w2, how);
+                put(dst + 3 * VEC_BYTES, w3, how);
+                w0 = v0, w1 = v1, w2 = v2, w3 = v3;
+            }
+            dst += STEP;
+            a = move(a, k_step, v0);
+            b = move(b, k_step, v1);
+            c = move(c, k_step, v2);
+            d = move(d, k_step, v3);
         }
+        put(dst, w0, how);
+        put(dst + VEC_BYTES, w1, how);
+        put(dst + 2 * VEC_BYTES, w2, how);
+        put(dst + 3 * VEC_BYTES, w3, how);
+        dst += STEP;
         a = move(a, k_vec, b);
         c = move(c, k_vec, d);
         a = move(a, by(BY_2_VECS), c);
     } else {
+        put(dst, w0, how);
         src += VEC_BYTES, dst += VEC_BYTES, n -= VEC_BYTES;
     }
     for (; n >= VEC_BYTES; src += VEC_BYTES, dst += VEC_BYTES, n -= VEC_BYTES) {
-        a = move(a, k_vec, load_store(src, dst, how));
+        w0 = load(src);
+        put(dst, w0, how);
+        a = move(a, k_vec, w0);
     }
     if (how != NO_STORE) {
         memcpy(dst, src, n);
