@@ -690,11 +690,11 @@ tl_status tl_kv_import(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids
         tl_kv_block *b = &p->blocks[ids_out[i]];
         f16_from_wire(p->slab + ids_out[i] * p->block_bytes, in + TL_KV_RECORD, p->block_bytes,
                       stream);
-        /* Validated above; bounded again because it bounds accesses to the slab, and the caller's
-         * buffer may be memory that somebody else writes. */
+        /* Validated above; held to again because the caller's buffer may be memory that somebody
+         * else writes: the fill bounds accesses to the slab, and only full blocks have names. */
         const uint32_t n_tokens = get_u32(in + 8);
         b->fill = n_tokens < p->cfg.block_tokens ? n_tokens : p->cfg.block_tokens;
-        const uint64_t hash = get_u64(in);
+        const uint64_t hash = b->fill == p->cfg.block_tokens ? get_u64(in) : 0;
         uint64_t holder;
         /* Of equal hashes the first holder keeps the name; this block then stays private. The
          * index has room for every block, so nothing else can go wrong. */

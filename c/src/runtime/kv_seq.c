@@ -558,7 +558,7 @@ tl_status tl_kv_seq_append_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_s
     if (wanted > 0 && mgr_take(m, (uint32_t)wanted, fresh) != TL_OK) {
         return no_room(m, wanted, who);
     }
-    const uint32_t *const fresh_end = fresh + wanted;
+    const uint32_t *const fresh_end = wanted > 0 ? fresh + wanted : fresh;
     size_t done = 0;
     for (size_t i = 0; i < n_seqs; i++) {
         tl_slot *s = known_slot(m, seqs[i]);
