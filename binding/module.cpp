@@ -87,6 +87,7 @@ NB_MODULE(_core, m) {
     m.attr("abi_version") = tl_abi_version();
 
     bind_pool(m);
+    bind_wire(m);
     bind_sequence(m);
     bind_manager(m);
 

@@ -72,5 +72,6 @@ class Pool {
 };
 
 void bind_pool(nb::module_ &m);
+void bind_wire(nb::module_ &m); // more of its methods; after bind_pool
 
 } // namespace kvpool
