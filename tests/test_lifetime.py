@@ -69,6 +69,9 @@ CALLS: dict[str, Callable[[kvpool.Pool], object]] = {
     "slab": lambda p: p.slab,
     "export": lambda p: p.export([0]),
     "export_bytes": lambda p: p.export_bytes(1),
+    "export_into": lambda p: p.export_into([0], bytearray(99)),
+    "export_iter": lambda p: p.export_iter([0]),
+    "export_pieces": lambda p: p.export_pieces([0]),
     "import": lambda p: p.import_(b""),
     "check": lambda p: p.check(),
     "stats": lambda p: p.stats,
@@ -103,13 +106,14 @@ def test_with_closes_also_on_an_exception(pool: kvpool.Pool) -> None:
     assert other.closed
 
 
-def test_memory_is_given_back_with_the_last_share() -> None:
-    def resident_bytes() -> int:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * 4096
-
+def resident_bytes() -> int:
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def test_memory_is_given_back_with_the_last_share() -> None:
     before = resident_bytes()
     pool = kvpool.Pool(512, touch=True, **BIG)  # 64 MiB
     view = pool.block(0)
@@ -120,13 +124,21 @@ def test_memory_is_given_back_with_the_last_share() -> None:
     assert resident_bytes() - before < 16 << 20
 
 
-def test_pools_do_not_leak() -> None:
-    for _ in range(200):  # 200 * 64 MiB would not fit
-        pool = kvpool.Pool(512, **BIG)
-        pool.block(1)[:] = 1
+@pytest.mark.parametrize("end", ["close", "del", "view last"])
+def test_pools_do_not_leak(end: str) -> None:
+    pool, view = kvpool.Pool(1, n_layers=1, n_kv_heads=1, head_dim=1), None
+    gc.collect()
+    before = resident_bytes()
+    for _ in range(20):  # 64 MiB each
+        pool = kvpool.Pool(512, touch=True, **BIG)
         view = pool.slab
-        pool.close()
-        del view
+        if end == "close":
+            pool.close()
+        elif end == "del":
+            del view
+        del pool
+    view = None
+    assert resident_bytes() - before < 128 << 20
 
 
 def test_a_failed_init_leaks_nothing_and_leaves_no_pool() -> None:

@@ -183,11 +183,12 @@ def big() -> tuple[kvpool.Pool, np.ndarray]:
     return pool, ids
 
 
+LONG_PROMPT = np.arange(2_000_000, dtype=np.uint32)
 BULK: dict[str, Callable[[kvpool.Pool, np.ndarray, bytes], object]] = {
     "export": lambda pool, ids, envelope: pool.export(ids),
     "import": lambda pool, ids, envelope: pool.unref(pool.import_(envelope)),
     "crc32c": lambda pool, ids, envelope: kvpool.crc32c(envelope),
-    "block_hashes": lambda pool, ids, envelope: kvpool.block_hashes(np.arange(2_000_000)),
+    "block_hashes": lambda pool, ids, envelope: kvpool.block_hashes(LONG_PROMPT),
 }
 
 
