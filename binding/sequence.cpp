@@ -176,9 +176,13 @@ void Sequence::pin(nb::handle seconds) {
     if (PyBool_Check(o) || !(PyFloat_Check(o) || PyIndex_Check(o))) {
         raise_type("seconds: expected a number, found %.100R (%s)", o, Py_TYPE(o)->tp_name);
     }
-    const double s = PyFloat_AsDouble(o);
+    double s = PyFloat_AsDouble(o);
     if (s == -1.0 && PyErr_Occurred()) {
-        throw nb::python_error();
+        if (!PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            throw nb::python_error();
+        }
+        PyErr_Clear(); // an integer that no float holds: refused below
+        s = HUGE_VAL;
     }
     constexpr double longest = 1e9; // 30 years: what a clock of nanoseconds can be asked for
     if (!(s > 0.0 && s <= longest)) {
@@ -368,6 +372,9 @@ Handles::Handles(const CorePtr &core, nb::handle seqs) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++) {
         nb::object item = row_item(o, i);
         const Sequence *s = as_sequence(item);
+        if (s == nullptr && Py_TYPE(item.ptr()) == sequence_type) {
+            raise_type("seqs[%zd]: the Sequence was never initialised", i);
+        }
         if (s == nullptr) {
             raise_type("seqs[%zd]: expected a Sequence, found %.100R (%s)", i, item.ptr(),
                        Py_TYPE(item.ptr())->tp_name);

@@ -48,6 +48,43 @@ def use(pool: kvpool.Pool, ids: NDArray[np.uint32], tokens: NDArray[np.int64]) -
         kvpool.crc32c(memoryview(mapped))
 
 
+def manager(pool: kvpool.Pool, tokens: NDArray[np.int64], out: NDArray[np.int32]) -> None:
+    mgr = kvpool.BlockManager(pool, prefix_cache="hash", watermark=2, events=True)
+    assert_type(mgr.allocate(tokens), kvpool.Sequence)
+    seq = mgr.allocate([1, 2], namespace=7, max_cached_tokens=4, resumed=True, match_last=True)
+    assert_type(mgr.can_allocate(range(9)), kvpool.Fit)
+    assert_type(mgr.can_allocate((1, 2)).fits, bool)
+    assert_type(seq.append(3), list[tuple[int, int]])
+    assert_type(mgr.append([seq], [4]), list[tuple[int, int]])
+    assert_type(seq.fork(), kvpool.Sequence)
+    assert_type(seq.blocks, NDArray[np.uint32])
+    assert_type(seq.tokens, NDArray[np.uint32])
+    assert_type(seq.slot_mapping(0, 4), NDArray[np.int64])
+    assert_type(seq.export(), bytes)
+    assert_type(len(seq) + seq.n_cached + seq.n_computed + seq.n_blocks + seq.namespace, int)
+    assert_type(seq.is_freed, bool)
+    seq.truncate(1)
+    seq.commit()
+    seq.pin(2.5)
+    mgr.commit([seq], [1])
+    assert_type(mgr.block_tables([seq], out=out, scale=2), NDArray[np.int32])
+    assert_type(mgr.slot_mapping((seq,), [0], 1), NDArray[np.int64])
+    assert_type(mgr.seq_lens([seq]), NDArray[np.int32])
+    assert_type(mgr.import_(b""), NDArray[np.uint32])
+    assert_type(mgr.import_sequence(b"", tokens), kvpool.Sequence)
+    assert_type(mgr.adopt([0], [1]), kvpool.Sequence)
+    assert_type(mgr.drain_events(), list[kvpool.BlockEvent])
+    assert_type(mgr.drain_events(1)[0].type, kvpool.EventType)
+    assert_type(mgr.stats, kvpool.ManagerStats)
+    assert_type(mgr.stats.hit_rate, float)
+    assert_type(mgr.pool, kvpool.Pool)
+    mgr.reset(namespace=None)
+    mgr.evict(seq.blocks)
+    mgr.free(s for s in [seq])
+    with mgr as same, same.allocate([1]) as inner:
+        assert_type(inner, kvpool.Sequence)
+
+
 def functions() -> None:
     assert_type(kvpool.block_hash(0, [1, 2]), int)
     assert_type(kvpool.block_hashes(range(32)), NDArray[np.uint64])
@@ -67,3 +104,7 @@ def mistakes(pool: kvpool.Pool) -> None:
     pool.register(0, [1])  # type: ignore[call-overload]
     pool.import_("text")  # type: ignore[arg-type]
     kvpool.Pool(4)  # type: ignore[call-arg]
+    mgr = kvpool.BlockManager(pool, prefix_cache="radix")  # type: ignore[arg-type]
+    mgr.allocate("text")  # type: ignore[arg-type]
+    mgr.append([1], [2])  # type: ignore[list-item]
+    kvpool.Sequence().fork(1)  # type: ignore[call-arg]
