@@ -6,6 +6,7 @@
 #   make check    formatters, linters, types, architecture, the generated stub
 #   make bench    microbenchmarks in C and Python; JSON under build/bench/
 #   make bench-bytes   CRC, hash, export and import against their peers
+#   make bench-peers   a trace through other engines' block managers and through ours
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
 #   make asan     the Python suite on a sanitized build
@@ -27,8 +28,8 @@ SOURCES := pyproject.toml CMakeLists.txt \
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
-.PHONY: run test test-c test-py check bench bench-bytes mutants parity asan fuzz soak arch clean \
-	system-packages help
+.PHONY: run test test-c test-py check bench bench-bytes bench-peers mutants parity asan fuzz soak \
+	arch clean system-packages help
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -138,6 +139,12 @@ bench: $(VENV)/tools $(VENV)/smollm2
 	$(BIN)/python benchmarks/bench_pool.py --json build/bench/pool-python.json
 	$(BIN)/python benchmarks/bench_generate.py --json build/bench/generate.json
 	$(BIN)/python benchmarks/compare.py build/bench
+
+# vLLM, SGLang and nano-vllm from their wheels (about 400 MB, kept in build/peers/), and a trace that is
+# not in the repository: PEERS="--trace PATH", or its folder in KVPOOL_TRACES.
+bench-peers: $(VENV)/tools
+	$(PIP) install xxhash
+	$(BIN)/python benchmarks/bench_peers.py --json build/bench/peers.json $(PEERS)
 
 clean:
 	rm -rf build $(VENV)

@@ -1,0 +1,1 @@
+"""Other engines' block managers, run from their own wheels with stand-ins for what they import."""
