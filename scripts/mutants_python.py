@@ -1,6 +1,6 @@
 """Runs the Python suite over planted bugs: what `make mutants` needs beyond C.
 
-The module is built once by CMake, with -O1 and no sanitizer. For a mutant only the changed objects
+The module is built once by CMake, without optimization of the binding and without a sanitizer. For a mutant only the changed objects
 are compiled again and the module is linked anew; the package around it is a folder of links to the
 checkout. The suite stops at its first failure.
 """
@@ -78,7 +78,7 @@ class PythonSuite:
                 f"-Dnanobind_DIR={nanobind}",
                 "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
                 "-DCMAKE_BUILD_TYPE=Release",
-                "-DCMAKE_C_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+                "-DCMAKE_C_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
                 "-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF",
             ]
         )  # fmt: skip
