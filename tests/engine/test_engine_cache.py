@@ -131,6 +131,22 @@ def test_samples_are_what_each_would_be_alone(tiny, no_blocks_left) -> None:
     assert two[0] == four[0][:2]
 
 
+def test_a_sample_that_ends_gives_its_blocks_back_at_once(tiny, no_blocks_left) -> None:
+    prompt, options = shared_prompts()[0], {"temperature": 1.0, "n": 2, "max_tokens": 40}
+    first, second = generate(tiny.model, tiny.contiguous(), prompt, **options).samples
+    end = next(i for i, token in enumerate(first.tokens) if token not in second.tokens)
+    pool, used = no_blocks_left(200, 1), []
+    generate(
+        tiny.model,
+        PagedCache(pool),
+        prompt,
+        stop_tokens=[first.tokens[end]],
+        check=lambda: used.append(pool.stats.used),
+        **options,
+    )
+    assert used[-1] == len(prompt) + 38  # the second alone, before its last step
+
+
 # ---- one sequence at a time ---------------------------------------------------------------------
 
 
@@ -217,20 +233,35 @@ def test_a_sequence_loses_its_end_first(tiny, no_blocks_left) -> None:
     kept.free()  # again: nothing
 
 
-def test_a_collision_of_the_hash_is_no_hit(tiny, no_blocks_left, monkeypatch) -> None:
-    """The hash of the format can be forged. Here everything collides with everything."""
+A, B, C, D = ([*range(n, n + 16)] for n in (20, 40, 60, 80))
 
-    def collide(tokens, block_tokens, parent=0):
-        return np.full(len(tokens) // block_tokens, 12345, dtype=np.uint64)
 
-    monkeypatch.setattr(paged, "block_hashes", collide)
+@pytest.mark.parametrize(
+    ("collide", "prompts", "n_hits"),
+    [
+        # every block has the same hash: only the third prompt is what the first one was
+        (lambda piece: 12345, [[*A, 1], [*B, 1], [*A, 1]], 16),
+        # a block is named without what stands before it: B C is not A C, though B and C are known
+        (lambda piece: int(piece[0]) + 1, [[*A, *C, 1], [*B, *D, 1], [*B, *C, 1]], 16),
+    ],
+    ids=["all blocks", "equal blocks behind different ones"],
+)
+def test_a_collision_of_the_hash_is_no_hit(
+    tiny, no_blocks_left, monkeypatch, collide, prompts, n_hits
+) -> None:
+    """The hash of the format can be forged; a hit counts only for the same prefix."""
+
+    def forged(tokens, block_tokens, parent=0):
+        pieces = np.asarray(tokens)[: len(tokens) // block_tokens * block_tokens]
+        return np.array([collide(p) for p in pieces.reshape(-1, block_tokens)], dtype=np.uint64)
+
+    monkeypatch.setattr(paged, "block_hashes", forged)
     cache = PagedCache(no_blocks_left(32))
-    prompts = [list(range(20)), list(range(50, 70)), list(range(20))]
-    tokens, logits = run_prompts(tiny, cache, prompts)
-    fresh = run_prompts(tiny, tiny.contiguous(), prompts)
+    tokens, logits = run_prompts(tiny, cache, prompts, max_tokens=8)
+    fresh = run_prompts(tiny, tiny.contiguous(), prompts, max_tokens=8)
     assert tokens == fresh[0]
     assert same_bits(logits, fresh[1])
-    assert cache.hit_tokens == 16  # the third prompt is the first one: the only true hit
+    assert cache.hit_tokens == n_hits
 
 
 def test_an_empty_prompt_is_refused(no_blocks_left) -> None:

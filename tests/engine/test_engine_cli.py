@@ -269,10 +269,21 @@ def test_a_reader_that_goes_away_is_no_error(model) -> None:
     assert one_line(errors).startswith("loading")
 
 
+def test_a_document_that_nobody_reads_is_no_error(model) -> None:
+    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "2", "--json")
+    for call in (args, command("config", "--version")):
+        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            assert process.wait(60) == 141
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("form", ["text", "json", "config"])
 def test_a_full_disk_is_one_line(model, form) -> None:
-    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "5", *form)
+    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "5")
+    args = command("config", "--version") if form == "config" else args
+    args += ["--json"] if form == "json" else []
     with open("/dev/full", "w") as full:
         done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2

@@ -11,6 +11,7 @@ from kvpool.engine.cache import narrow, widen
 from kvpool.engine.generate import prefill
 from kvpool.engine.linear import linear
 from kvpool.engine.llama import TILE, Span, key_rows
+from kvpool.engine.paged import PagedCache
 
 
 class WideSequence:
@@ -119,13 +120,23 @@ def test_a_batch_computes_what_each_sequence_computes_alone(tiny) -> None:
     assert np.array_equal(tiny.model.logits(hidden), np.concatenate(alone[::-1]))
 
 
-def test_keys_behind_the_position_weigh_nothing(tiny) -> None:
-    """What stands in the cache behind the sequence must not matter."""
-    tokens = list(range(3, 40))
-    clean, dirty = tiny.contiguous().open(tokens), tiny.contiguous().open(tokens)
-    clean._values[:], dirty._values[:] = 0, 60_000
-    first = tiny.model.logits(prefill(tiny.model, clean))
-    assert np.array_equal(first, tiny.model.logits(prefill(tiny.model, dirty)))
+def test_what_stands_behind_the_sequence_is_never_read(tiny) -> None:
+    """Leftovers of other sequences: NaN in the slab, in the array, and where the keys are put."""
+    cfg, tokens = tiny.file.config, list(range(3, 40))
+    with tiny.pool(8) as pool:
+        pool.slab[:] = np.nan
+        array = tiny.contiguous().open(tokens)
+        array._values[:] = np.nan
+        logits = []
+        for sequence in (PagedCache(pool).open(tokens), array):
+            logits.append(tiny.model.logits(prefill(tiny.model, sequence)))
+            out = np.full((2, cfg.n_kv_heads, 64, cfg.head_dim), np.nan, dtype=np.float32)
+            sequence.read(0, len(tokens), out)
+            assert np.isfinite(out[:, :, : len(tokens)]).all()
+            assert not out[:, :, len(tokens) :].any()
+            sequence.free()
+    assert np.isfinite(logits[0]).all()
+    assert np.array_equal(*logits)
 
 
 def test_widen_is_exact_for_every_finite_float16() -> None:

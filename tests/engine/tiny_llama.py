@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["t h", "th e", "Ġ the", "Ġ a", "i n", "in g", "a n", "an d", "Ġ and", "e r", "o u", "Ġ t"]
+MERGES = ["t h", "th e", "Ġ the", "Ġ a", "i n", "in g", "a n", "an d", "Ġ and", "e r", "o u", "Ġ Ġ"]
 
 
 def printable_bytes() -> list[str]:
