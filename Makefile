@@ -140,6 +140,17 @@ bench: $(VENV)/tools $(VENV)/smollm2
 	$(BIN)/python benchmarks/bench_generate.py --json build/bench/generate.json
 	$(BIN)/python benchmarks/compare.py build/bench
 
+# ISA-L is measured too where it is installed (Debian: libisal-dev).
+bench-bytes: $(VENV)/tools
+	mkdir -p build/bench
+	$(PIP) install crc32c google-crc32c awscrt fastcrc
+	$(CMAKE) -S c -B build/c-bench -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DTL_TESTS=OFF -DTL_BENCH=ON
+	$(CMAKE) --build build/c-bench -j $(JOBS)
+	build/c-bench/bench/bench_bytes
+	build/c-bench/bench/bench_bytes --json > build/bench/bytes-c.json
+	$(BIN)/python benchmarks/bench_bytes.py --json build/bench/bytes.json --c build/bench/bytes-c.json
+
 # vLLM, SGLang and nano-vllm from their wheels (about 400 MB, kept in build/peers/), and a trace that is
 # not in the repository: PEERS="--trace PATH", or its folder in KVPOOL_TRACES.
 bench-peers: $(VENV)/tools
