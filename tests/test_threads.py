@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -192,58 +192,71 @@ BULK: dict[str, Callable[[kvpool.Pool, np.ndarray, bytes], object]] = {
 }
 
 
-@pytest.mark.skipif(
+needs_gil = pytest.mark.skipif(
     not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="there is no GIL to release"
 )
-@pytest.mark.parametrize("name", BULK)
-def test_bulk_bytes_release_the_gil(big: tuple[kvpool.Pool, np.ndarray], name: str) -> None:
-    """A thread that only counts runs while the call does: with the GIL kept it could not."""
-    pool, ids = big
-    envelope = pool.export(ids)
-    ticks = [0]
+
+
+@pytest.fixture
+def ticks() -> Iterator[list[int]]:
+    """A number that another thread counts up, but only while nobody holds the GIL: the interpreter
+    takes it from no one, whoever has it must give it up."""
+    count = [0]
     stop = threading.Event()
 
-    def count() -> None:
+    def run() -> None:
         while not stop.is_set():
-            ticks[0] += 1
+            count[0] += 1
             time.sleep(1e-4)
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # whoever holds the GIL is not asked for it, it has to give it up
-    thread = threading.Thread(target=count, daemon=True)
+    sys.setswitchinterval(60.0)
+    thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
-        progress = []
-        for _ in range(5):
-            before = ticks[0]
-            BULK[name](pool, ids, envelope)
-            progress.append(ticks[0] - before)
+        yield count
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         thread.join(timeout=60)
+
+
+@needs_gil
+@pytest.mark.parametrize("name", BULK)
+def test_bulk_bytes_release_the_gil(
+    big: tuple[kvpool.Pool, np.ndarray], ticks: list[int], name: str
+) -> None:
+    pool, ids = big
+    envelope = pool.export(ids)
+    progress = []
+    for _ in range(5):
+        before = ticks[0]
+        BULK[name](pool, ids, envelope)
+        progress.append(ticks[0] - before)
     assert max(progress) > 1, progress
 
 
-def test_a_waiting_thread_lets_others_run(big: tuple[kvpool.Pool, np.ndarray]) -> None:
-    """While one thread exports, another waits for the pool: a third must go on meanwhile."""
+@needs_gil
+def test_a_thread_that_waits_for_the_pool_releases_the_gil(
+    big: tuple[kvpool.Pool, np.ndarray], ticks: list[int]
+) -> None:
     pool, ids = big
-    other = kvpool.Pool(1, **SHAPE)
-    done = threading.Event()
-    progress = [0, 0]
+    progress = []
+    for _ in range(5):
+        begun = threading.Event()
 
-    def work(me: int) -> None:
-        if me == 0:
-            for _ in range(5):
-                pool.export(ids)
-            done.set()
-        while not done.is_set():
-            progress[me - 1] += 1
-            (pool if me == 1 else other).stats  # noqa: B018
+        def export(begun: threading.Event = begun) -> None:
+            begun.set()  # whoever waits for this gets the GIL when export gives it up
+            pool.export(ids)
 
-    run_threads(work, 3)
-    assert progress[0] > 0
-    assert progress[1] > 0
+        thread = threading.Thread(target=export, daemon=True)
+        thread.start()
+        assert begun.wait(60)
+        before = ticks[0]
+        pool.stats  # noqa: B018 - waits until the export is done
+        progress.append(ticks[0] - before)
+        thread.join(timeout=60)
+    assert max(progress) > 1, progress
 
 
 def test_a_caller_may_change_its_arrays_meanwhile(big: tuple[kvpool.Pool, np.ndarray]) -> None:
