@@ -1,8 +1,8 @@
 """Runs the Python suite over planted bugs: what `make mutants` needs beyond C.
 
-The module is built once by CMake, without optimization of the binding and without a sanitizer. For a mutant only the changed objects
-are compiled again and the module is linked anew; the package around it is a folder of links to the
-checkout. The suite stops at its first failure.
+The module is built once by CMake, without a sanitizer and with the binding not optimized. For a
+mutant only the changed objects are compiled again and the module is linked anew; the package around
+it is a folder of links to the checkout. The suite stops at its first failure.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_support import Ol, OlJson
 
 from kvpool.workbench import main
 from kvpool.workbench.assets import OWN_TESTS, POOL_C, Assets, find_assets
+
+from .workbench_support import Ol, OlJson
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from workbench_support import Ol, OlJson, needs_compiler
 
 from kvpool.workbench import patches
 from kvpool.workbench.assets import OWN_TESTS, POOL_C, Assets
 from kvpool.workbench.workspace import Workspace
+
+from .workbench_support import Ol, OlJson, needs_compiler
 
 pytestmark = needs_compiler
 

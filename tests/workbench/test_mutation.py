@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from workbench_support import needs_compiler
 
 from kvpool.workbench.assets import Assets
 from kvpool.workbench.mutation import Grade, Kill, Mutant, Suite, Workshop, load_manifest
 from kvpool.workbench.toolchain import find_toolchain
 from kvpool.workbench.trouble import Trouble
+
+from .workbench_support import needs_compiler
 
 
 def mutant(number: int, *, required: bool = False) -> Mutant:

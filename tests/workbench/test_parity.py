@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench_support import Ol, OlJson, needs_compiler
 
 from kvpool.workbench import patches
 from kvpool.workbench.assets import POOL_C, Assets
@@ -18,6 +17,8 @@ from kvpool.workbench.envelope import first_difference, place_of
 from kvpool.workbench.parity import load_cases, own_drivers
 from kvpool.workbench.process import run
 from kvpool.workbench.toolchain import SANITIZER_ENV
+
+from .workbench_support import Ol, OlJson, needs_compiler
 
 # ---- the project's own drivers ------------------------------------------------------------------
 

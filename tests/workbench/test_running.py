@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from workbench_support import needs_compiler
 
 from kvpool.workbench.assets import Assets
 from kvpool.workbench.catalog import read_catalog
@@ -17,6 +16,8 @@ from kvpool.workbench.objectcache import ObjectCache, reached_headers
 from kvpool.workbench.process import run
 from kvpool.workbench.testprogram import Outcome, run_tests
 from kvpool.workbench.toolchain import BuildError, find_toolchain
+
+from .workbench_support import needs_compiler
 
 
 def python(code: str) -> list[str | Path]:

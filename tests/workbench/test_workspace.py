@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from workbench_support import Ol, OlJson
 
 from kvpool.workbench.assets import OWN_TESTS, POOL_C, Assets, templates
 from kvpool.workbench.workspace import Workspace
+
+from .workbench_support import Ol, OlJson
 
 
 def test_start_makes_a_workspace_with_a_stub_headers_and_an_example(workspace: Path) -> None:

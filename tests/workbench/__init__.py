@@ -1,0 +1,1 @@
+"""A package, so that its conftest is not the one of tests/."""
