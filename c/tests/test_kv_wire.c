@@ -165,8 +165,9 @@ TL_TEST(pieces_one_after_another_are_the_envelope) {
         }
         TL_EQ(at, e.size);
         TL_EQ(scratch[scratch_bytes], 0xEE);
-        /* A full block was not copied: its piece is the block. */
-        TL_PTR_EQ(pieces[1].ptr, tl_kv_block_ptr(e.p, e.ids[partial_first ? 1 : 0], 0, 0));
+        /* A full block was not copied: its piece is the block (where no bytes are swapped). */
+        if (scratch_bytes < e.size)
+            TL_PTR_EQ(pieces[1].ptr, tl_kv_block_ptr(e.p, e.ids[partial_first ? 1 : 0], 0, 0));
 
         KV_REFUSED(tl_kv_export_pieces(e.p, e.ids, N, NULL, 9, pieces, cap, &scratch_bytes, &n),
                    TL_EINVAL);
