@@ -353,12 +353,11 @@ static void bench_export(void) {
 static void run_import(const void *arg, size_t i) {
     const wire_arg *a = arg;
     uint32_t ids[64];
-    uint64_t hash = 2 * i + 1;
     if (tl_kv_import(a->pool, a->wire, a->size, ids) != TL_OK) {
         die("import");
     }
-    for (uint32_t k = 0; k < a->n; k++, hash += 2 * 64) {
-        if (a->cold && tl_kv_register(a->pool, ids[k], hash << 20 | k << 1 | 1) != TL_OK) {
+    for (uint32_t k = 0; k < a->n; k++) {
+        if (a->cold && tl_kv_register(a->pool, ids[k], ((uint64_t)1 << 40) + 64 * i + k) != TL_OK) {
             die("register");
         }
         (void)tl_kv_unref(a->pool, ids[k]);
@@ -427,7 +426,7 @@ static void run_fnv(const void *arg, size_t i) {
     uint64_t h = 0;
     for (uint32_t b = 0; b < TOKENS / 16; b++) {
         h = tl_fnv1a64(&h, 8, TL_FNV1A64_BASIS);
-        h = tl_fnv1a64(prompts[i % SEQS] + 16 * b, 64, h);
+        h = tl_fnv1a64(prompts[i % SEQS] + (size_t)16 * b, 64, h);
     }
     sink ^= h;
 }

@@ -53,7 +53,10 @@ tl_status tl_kv_export_part(const tl_kv_pool *p, const uint32_t *ids, uint32_t n
         return status;
     }
     const size_t size = part_bytes(p, n, first, count);
-    if (cap < size) {
+    if (size == 0) {
+        return TL_OK; /* no blocks, neither the first nor the last of some */
+    }
+    if (buf == NULL || cap < size) {
         *written = size;
         return tl_fail(TL_EFULL, "%s: %zu bytes needed, the buffer has %zu", who, size, cap);
     }
@@ -108,7 +111,7 @@ tl_status tl_kv_export_pieces(const tl_kv_pool *p, const uint32_t *ids, uint32_t
     }
     *scratch_bytes = scratch_need;
     *n_pieces = need;
-    if (scratch_cap < scratch_need || pieces_cap < need) {
+    if (scratch == NULL || pieces == NULL || scratch_cap < scratch_need || pieces_cap < need) {
         return tl_fail(TL_EFULL,
                        "%s: %zu bytes of scratch and %zu pieces needed, there are %zu and %zu", who,
                        scratch_need, need, scratch_cap, pieces_cap);

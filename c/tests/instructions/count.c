@@ -99,7 +99,7 @@ int main(int argc, char **argv) {
         for (uint32_t i = 0; i < 4 * TOKENS; i++) {
             toks[i / TOKENS][i % TOKENS] = i * 40503u % 262144u; /* below 2^18 */
         }
-        for (long n = atol(argv[2]); n > 0; n--) {
+        for (long n = strtol(argv[2], NULL, 10); n > 0; n--) {
             cases[c].run();
         }
         tl_kv_pool_destroy(pool);
