@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import random
 import threading
 import time
@@ -474,3 +476,10 @@ def test_the_publisher_tells_wrong_use(zmq: Any) -> None:
         publisher.publish([AllBlocksCleared()])
     with pytest.raises(kvpool.InvalidArgument, match="negative"):
         KVEventPublisher(ANY_PORT, keep=-1)
+
+
+@pytest.mark.parametrize("module", ["wire", "encoder", "publisher", "subscriber"])
+def test_the_examples_run(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"kvpool.events.{module}"))
+    assert found.failed == 0
+    assert found.attempted or module in ("wire", "publisher")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("prometheus_client")
 
 import prometheus_client
 
+import kvpool.metrics
 from kvpool.metrics import KVCollector
 
 MANAGER_STATS = {
@@ -81,6 +83,21 @@ def test_the_eviction_counter_does_not_wrap() -> None:
     assert registry.get_sample_value("tl_engine_kv_evictions_total") == 2**32 + 3
 
 
+def test_a_real_manager_has_every_counter(make_pool: Any) -> None:
+    pool = make_pool(8)
+    manager = kvpool.BlockManager(pool)
+    registry = prometheus_client.CollectorRegistry()
+    KVCollector(pool, manager, registry=registry)
+    for _ in range(2):
+        with manager.allocate([1, 2, 3]) as sequence:
+            sequence.commit()
+    get = registry.get_sample_value
+    assert get("tl_engine_prefix_cache_prompt_tokens_total") == 6
+    assert get("tl_engine_prefix_cache_hit_ratio") == 2 / 6
+    assert get("tl_engine_kv_sequences") == 0
+    assert "tl_engine_kv_refused_total" in prometheus_client.generate_latest(registry).decode()
+
+
 def test_registering_scrapes_nothing() -> None:
     class Pool:
         @property
@@ -88,3 +105,9 @@ def test_registering_scrapes_nothing() -> None:
             raise AssertionError("read before a scrape")
 
     KVCollector(Pool(), registry=prometheus_client.CollectorRegistry())
+
+
+def test_the_examples_run() -> None:
+    found = doctest.testmod(kvpool.metrics)
+    assert found.attempted > 0
+    assert found.failed == 0

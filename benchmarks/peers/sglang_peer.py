@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .replay import Requests, Result
 from .standins import isolated
@@ -40,8 +39,8 @@ HOLLOW = ("sglang", "torch", "triton", "msgspec", "zmq")
 class _Tensor(np.ndarray[Any, np.dtype[np.int64]]):
     """As much of a one-dimensional tensor as the tree uses."""
 
-    def clone(self) -> NDArray[np.int64]:
-        return self.copy()
+    def clone(self) -> _Tensor:
+        return _tensor(self.copy())
 
 
 def _tensor(values: Any, **_: object) -> _Tensor:

@@ -18,7 +18,7 @@ import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 __all__ = ["Hollow", "isolated"]
 
@@ -64,7 +64,9 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 class _HollowModule(types.ModuleType):
-    __path__: ClassVar[list[str]] = []  # a package: it may have submodules
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package: it may have submodules
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

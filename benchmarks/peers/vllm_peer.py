@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ class VLLM:
     def __init__(self, requirement: str, cache: Path) -> None:
         members = [name.replace(".", "/") + ".py" for name in REAL]
         self.root, self.version = unpacked(requirement, members, cache)
-        overrides = {
+        overrides: dict[str, dict[str, object]] = {
             "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
             "torch": {"float16": "float16"},
         }
@@ -70,7 +71,7 @@ class VLLM:
         )
 
 
-def _hashes(ids: list[int]) -> list[bytes]:
+def _hashes(ids: Sequence[int]) -> list[bytes]:
     """32 bytes a block, as SHA-256 gives them. The trace's ids are chained names already."""
     return [i.to_bytes(32, "big") for i in ids]
 

@@ -80,8 +80,8 @@ class KVCollector(Collector):
     >>> registry = prometheus_client.CollectorRegistry()
     >>> collector = kvpool.metrics.KVCollector(pool, registry=registry)
     >>> ids = pool.alloc(3)
-    >>> registry.get_sample_value("tl_engine_kv_blocks", {"state": "used"})
-    3.0
+    >>> registry.get_sample_value("tl_engine_kv_blocks", {"state": "used"}) == 3
+    True
     """
 
     def __init__(
