@@ -1,24 +1,13 @@
-"""What the package's tests share: pools of the format's worked example and of other shapes."""
+"""Fixtures of the package's tests: pools of the format's worked example and of other shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 import kvpool
-
-# The worked example of formats/kv-block.md: block_tokens 2, one layer, one head, head_dim 2.
-H0 = 0xA91AB0C1027B9366  # tokens 1 2
-H1 = 0x03DF829571605C60  # tokens 1 2 3 4
-ENVELOPE = bytes.fromhex(
-    "544c4b56 01000100 01000000 02000000 01000000 01000000 02000000"
-    "66937b02c1b01aa9 02000000"
-    "003c004000420044 003800bc00000034"
-    "1c540b4f"
-)
-
-MakePool = Callable[..., kvpool.Pool]
+from pool_support import MakePool
 
 
 @pytest.fixture
@@ -41,12 +30,3 @@ def make_pool() -> Iterator[MakePool]:
 @pytest.fixture
 def pool(make_pool: MakePool) -> kvpool.Pool:
     return make_pool()
-
-
-def registered(pool: kvpool.Pool, hash: int, value: float = 0.0) -> int:
-    """A block that is held, full and registered under `hash`."""
-    block = pool.alloc()
-    pool.block(block)[:] = value
-    pool.set_fill(block, pool.block_tokens)
-    assert pool.register(block, hash)
-    return block

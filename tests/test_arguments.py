@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from conftest import MakePool
+from pool_support import MakePool
 
 INT_DTYPES = [np.dtype(c) for c in "bBhHiIlLqQ"]
 

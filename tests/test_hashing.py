@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpool
-from conftest import H0, H1
+from pool_support import H0, H1
 
 TOKEN = st.integers(0, 2**32 - 1)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from conftest import MakePool
+from pool_support import MakePool
 
 BIG = {"block_tokens": 16, "n_layers": 8, "n_kv_heads": 4, "head_dim": 64}  # 128 KiB a block
 

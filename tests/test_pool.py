@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from conftest import H0, MakePool, registered
+from pool_support import H0, MakePool, registered
 
 
 def test_configuration_is_readable_and_read_only() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from conftest import MakePool
+from pool_support import MakePool
 
 SHAPE = {"block_tokens": 3, "n_layers": 2, "n_kv_heads": 2, "head_dim": 5}
 

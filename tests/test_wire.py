@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from conftest import ENVELOPE, H0, MakePool, registered
+from pool_support import ENVELOPE, H0, MakePool, registered
 
 
 def state(pool: kvpool.Pool) -> object:

@@ -8,6 +8,8 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,23 @@ def model(tmp_path_factory) -> str:
     return str(weights.write(tmp_path_factory.mktemp("cli") / "tiny.gguf"))
 
 
+# Buffered, as at a user's: with PYTHONUNBUFFERED nothing is left to be written at the end.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "kvpool", *args]
+
+
+@contextmanager
+def started(*args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A running command with pipes; killed at the end if it still runs."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(*args), stdout=pipe, stderr=pipe, env=BUFFERED) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def run(*args: str, **options) -> subprocess.CompletedProcess[str]:
@@ -260,8 +277,8 @@ def test_the_command_line_and_config_need_no_optional_package() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error(model) -> None:
-    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "50000")
-    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    args = ("generate", "--model", model, "--prompt", "x", "--max-tokens", "50000")
+    with started(*args) as process:
         process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read().decode()
@@ -270,9 +287,9 @@ def test_a_reader_that_goes_away_is_no_error(model) -> None:
 
 
 def test_a_document_that_nobody_reads_is_no_error(model) -> None:
-    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "2", "--json")
-    for call in (args, command("config", "--version")):
-        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    args = ("generate", "--model", model, "--prompt", "x", "--max-tokens", "2", "--json")
+    for call in (args, ("config", "--version")):
+        with started(*call) as process:
             process.stdout.close()
             assert process.stderr.read() == b""
             assert process.wait(60) == 141
@@ -285,15 +302,17 @@ def test_a_full_disk_is_one_line(model, form) -> None:
     args = command("config", "--version") if form == "config" else args
     args += ["--json"] if form == "json" else []
     with open("/dev/full", "w") as full:
-        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            args, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=BUFFERED
+        )
     assert done.returncode == 2
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_tells_what_was_done(model) -> None:
-    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "90000")
-    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    args = ("generate", "--model", model, "--prompt", "x", "--max-tokens", "90000")
+    with started(*args) as process:
         process.stdout.read(20)  # the answer has begun
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)

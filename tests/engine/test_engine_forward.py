@@ -130,7 +130,8 @@ def test_what_stands_behind_the_sequence_is_never_read(tiny) -> None:
         logits = []
         for sequence in (PagedCache(pool).open(tokens), array):
             logits.append(tiny.model.logits(prefill(tiny.model, sequence)))
-            out = np.full((2, cfg.n_kv_heads, 64, cfg.head_dim), np.nan, dtype=np.float32)
+            out = np.empty((2, cfg.n_kv_heads, 64, cfg.head_dim), dtype=np.float32)
+            out.view(np.int32)[:] = -1
             sequence.read(0, len(tokens), out)
             assert np.isfinite(out[:, :, : len(tokens)]).all()
             assert not out[:, :, len(tokens) :].any()
