@@ -18,6 +18,7 @@ from tiny_llama import TinyLlama
 
 import kvpool
 from kvpool.cli import main
+from kvpool.engine.paged import blocks_needed
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,8 @@ def test_plain_text_in_a_pipe(model) -> None:
 
 
 def test_one_json_document_and_nothing_else(model) -> None:
-    prompts = ["first question", "second question", "first question"]
+    first = "a first question that is longer than the second one"
+    prompts = [first, "a second question", first]
     args = [part for prompt in prompts for part in ("--prompt", prompt)]
     done = run(
         *("generate", "--model", model, "--json", *args, "--n", "2", "--max-tokens", "7"),
@@ -104,6 +106,7 @@ def test_one_json_document_and_nothing_else(model) -> None:
             assert sample["finish"] == "length"
             assert sample["text"] == tokenizer.decode(sample["tokens"])
             assert len(sample["tokens"]) == 7
+        assert prompt["peak_blocks"] == blocks_needed(len(tokens), 7, 2, 8)
         assert prompt["peak_bytes"] == prompt["peak_blocks"] * pool["block_bytes"]
         positions = len(tokens) + 6
         assert prompt["contiguous_bytes"] == 2 * positions * document["model"]["kv_bytes_per_token"]
