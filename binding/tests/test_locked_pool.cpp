@@ -180,12 +180,72 @@ void texts_do_not_mix() {
     });
 }
 
+// A request after the other on the pool's manager, as ManagerCore runs them, until it is gone.
+void serve(LockedPool &pool, tl_kv_mgr *const &mgr, int me, int steps) {
+    std::mt19937 random(static_cast<unsigned>(me));
+    for (int step = 0; step < steps; step++) {
+        Failure failure;
+        auto op = [&](tl_kv_pool *) -> tl_status {
+            if (mgr == nullptr) { // guarded by the mutex, like all that op does
+                tl_set_last_error("the manager is closed");
+                return TL_EINVAL;
+            }
+            uint32_t tokens[3 * block_tokens];
+            const uint32_t n = 1 + static_cast<uint32_t>(random() % (3 * block_tokens));
+            for (uint32_t i = 0; i < n; i++) {
+                tokens[i] = static_cast<uint32_t>(random() % 2);
+            }
+            tl_kv_seq seq;
+            tl_status st = tl_kv_seq_allocate(mgr, tokens, n, nullptr, &seq);
+            if (st == TL_OK) {
+                CHECK(tl_kv_seq_commit(mgr, seq, n) == TL_OK);
+                CHECK(random() % 64 != 0 || tl_kv_mgr_reset(mgr, nullptr) == TL_OK);
+                st = random() % 8 == 0 ? TL_OK : tl_kv_seq_free(mgr, seq); // some stay alive
+            }
+            return st;
+        };
+        const tl_status st = call(pool, op, failure);
+        if (st == TL_EINVAL) {
+            CHECK(std::strstr(failure.text, "is closed") != nullptr);
+            return;
+        }
+        CHECK(st == TL_OK || st == TL_EFULL);
+    }
+}
+
+// One manager at a time, which ends by drop_manager, by close() or with the pool.
+void a_manager_ends_while_others_use_it() {
+    const tl_kv_mgr_options options = {0, 0, tl_kv_evict};
+    for (int round = 0; round < 60; round++) {
+        LockedPool pool(make_memory());
+        tl_kv_mgr *mgr = nullptr, *second = nullptr;
+        Failure failure;
+        CHECK(pool.make_manager(options, &mgr, failure) == TL_OK);
+        CHECK(pool.make_manager(options, &second, failure) == TL_EBUSY && second == nullptr);
+        run_threads([&](int me) {
+            if (me < n_threads - 1) {
+                serve(pool, mgr, me, 200);
+            } else if (round % 3 == 0) {
+                pool.drop_manager(mgr);
+            } else if (round % 3 == 1) {
+                pool.close();
+            }
+        });
+        if (round % 3 == 0) {
+            CHECK(pool.make_manager(options, &second, failure) == TL_OK);
+            pool.drop_manager(mgr); // again: nothing of the second one's
+            serve(pool, second, 1, 50);
+        }
+    }
+}
+
 } // namespace
 
 int main() {
     eight_threads_hammer_one_pool();
     close_while_others_work();
     texts_do_not_mix();
-    std::puts("3 tests passed");
+    a_manager_ends_while_others_use_it();
+    std::puts("4 tests passed");
     return 0;
 }
