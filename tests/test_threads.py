@@ -228,12 +228,12 @@ def test_bulk_bytes_release_the_gil(
 ) -> None:
     pool, ids = big
     envelope = pool.export(ids)
-    progress = []
-    for _ in range(5):
+    progress: list[int] = []
+    while max(progress, default=0) < 2 and len(progress) < 40:  # a busy machine may need a few
         before = ticks[0]
         BULK[name](pool, ids, envelope)
         progress.append(ticks[0] - before)
-    assert max(progress) > 1, progress
+    assert max(progress) >= 2, progress
 
 
 @needs_gil
@@ -241,8 +241,8 @@ def test_a_thread_that_waits_for_the_pool_releases_the_gil(
     big: tuple[kvpool.Pool, np.ndarray], ticks: list[int]
 ) -> None:
     pool, ids = big
-    progress = []
-    for _ in range(5):
+    progress: list[int] = []
+    while max(progress, default=0) < 2 and len(progress) < 40:  # a busy machine may need a few
         begun = threading.Event()
 
         def export(begun: threading.Event = begun) -> None:
@@ -256,7 +256,7 @@ def test_a_thread_that_waits_for_the_pool_releases_the_gil(
         pool.stats  # noqa: B018 - waits until the export is done
         progress.append(ticks[0] - before)
         thread.join(timeout=60)
-    assert max(progress) > 1, progress
+    assert max(progress) >= 2, progress
 
 
 def test_a_caller_may_change_its_arrays_meanwhile(big: tuple[kvpool.Pool, np.ndarray]) -> None:
