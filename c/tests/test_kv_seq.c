@@ -4,6 +4,7 @@
  * on the wrong block, a write into a shared one, a block handed out twice or a name given too early
  * shows as a value that does not follow from the tokens.
  */
+#include "runtime/kv_mgr.h"
 #include "tinyllm/kv_pool_ext.h"
 #include "tinyllm/kv_seq.h"
 #include "tl_count_alloc.h"
@@ -376,6 +377,32 @@ TL_TEST(tables_and_slots) {
     TL_OK_(tl_kv_seq_slot_mapping(m, seqs[0], 3, 5, -7, slots));
     const int64_t want_slots[5] = {3, 4, 5, -7, -7};
     TL_MEM_EQ(slots, want_slots, sizeof want_slots);
+    mgr_end(m, p);
+}
+
+/* Prompts that differ in one block's last token alone come from whoever asks many questions behind
+ * one system prompt, and on purpose from an attacker: they must not fill one bucket of the index.
+ */
+TL_TEST(siblings_are_spread_over_the_index) {
+    enum { N = 4096 };
+    tl_kv_pool *p = kv_new(N, 2, 1, 1, 1);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    for (uint32_t i = 0; i < N; i++) {
+        const uint32_t toks[2] = {7, i};
+        tl_kv_seq s;
+        TL_OK_(tl_kv_seq_allocate(m, toks, 2, NULL, &s));
+        TL_OK_(tl_kv_seq_commit(m, s, 2));
+        TL_OK_(tl_kv_seq_free(m, s));
+    }
+    TL_EQ(stats_of(m).n_findable, N);
+    uint32_t longest = 0;
+    for (uint32_t b = 0; b < N; b++) {
+        uint32_t n = 0;
+        for (uint32_t id = m->buckets[b]; id != NO_BLOCK; id = m->records[id].next)
+            n++;
+        longest = n > longest ? n : longest;
+    }
+    TL_CHECK(longest <= 16); /* N balls in N buckets: about 6; 17 by chance in 10^-11 of all runs */
     mgr_end(m, p);
 }
 

@@ -62,7 +62,8 @@ typedef struct {
 
 /*
  * A manager over a pool that outlives it. opt NULL means all zero. TL_EINVAL: p or out NULL,
- * unknown flags, a watermark of n_blocks or more; TL_ENOMEM. *out is NULL on failure.
+ * unknown flags, a watermark of n_blocks or more; TL_ENOMEM; TL_EIO: the system gives no random
+ * bytes for the secret that hits are verified with. *out is NULL on failure.
  * O(n_blocks): 40 bytes a block.
  */
 TL_API tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mgr **out);

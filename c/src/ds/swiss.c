@@ -71,7 +71,7 @@ static uint64_t process_secret(void) {
     static _Atomic uint64_t secret;
     uint64_t s = atomic_load_explicit(&secret, memory_order_relaxed);
     if (s == 0) {
-        tl_secret(&s, sizeof s);
+        (void)tl_secret(&s, sizeof s);
         uint64_t expected = 0;
         if (!atomic_compare_exchange_strong(&secret, &expected, s)) {
             s = expected;

@@ -7,6 +7,7 @@
  */
 #include "runtime/internal.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +16,11 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#endif
+#if defined(__linux__) || defined(__APPLE__)
 #include <sys/random.h>
+#elif defined(__unix__)
+#include <unistd.h>
 #endif
 
 static _Thread_local char error_slot[TL_LAST_ERROR_CAP];
@@ -133,10 +138,18 @@ int tl_mul_size(size_t a, size_t b, size_t *out) {
     return 1;
 }
 
-void tl_secret(void *out, size_t n) {
+int tl_secret(void *out, size_t n) {
 #if defined(__linux__)
-    if (n <= 256 && getrandom(out, n, GRND_NONBLOCK) == (ssize_t)n) { /* whole, up to 256 bytes */
-        return;
+    ssize_t got;
+    do { /* blocks only until the system has collected its first entropy, early in its boot */
+        got = getrandom(out, n, 0);
+    } while (got < 0 && errno == EINTR);
+    if (got == (ssize_t)n) {
+        return 1;
+    }
+#elif defined(__unix__) || defined(__APPLE__)
+    if (getentropy(out, n) == 0) {
+        return 1;
     }
 #endif
     uint64_t x = ((uint64_t)(uintptr_t)&hook << 20) ^ ((uint64_t)time(NULL) << 40) ^
@@ -148,4 +161,5 @@ void tl_secret(void *out, size_t n) {
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
         bytes[i] = (uint8_t)(z >> 56);
     }
+    return 0;
 }

@@ -39,8 +39,9 @@ void *tl_alloc_array(size_t n_bytes, int huge);
 /* *out = a * b, or 0 when that overflows size_t. */
 int tl_mul_size(size_t a, size_t b, size_t *out);
 
-/* Fills n bytes that nobody outside the process can guess. Before the system has entropy to give,
- * clock and address layout have to do. */
-void tl_secret(void *out, size_t n);
+/* Fills n bytes, up to 256, that nobody outside the process can guess. 0 when the system has none
+ * to give: then they come from clock and address layout, good enough to spread a table, not to keep
+ * a secret. */
+int tl_secret(void *out, size_t n);
 
 #endif /* TL_RUNTIME_INTERNAL_H */

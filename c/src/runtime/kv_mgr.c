@@ -53,6 +53,7 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
     (void)tl_vec_init(&m->free_slots, sizeof(uint32_t));
     (void)tl_vec_init(&m->scratch, sizeof(uint32_t));
 
+    tl_status status = TL_ENOMEM;
     size_t record_bytes;
     if (!tl_mul_size(n, sizeof(tl_record), &record_bytes)) {
         goto fail;
@@ -60,10 +61,14 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
     m->records = tl_alloc_array(record_bytes, 1);
     m->ns_of = m->records == NULL ? NULL : tl_alloc_array(n * sizeof(uint32_t), 1);
     m->buckets = m->ns_of == NULL ? NULL : tl_alloc_array(n * sizeof(uint32_t), 1);
-    if (m->buckets == NULL || !tl_proof_key_init(&m->key, m->block_tokens) ||
-        tl_map_create(16, &m->ns_by_root) != TL_OK) {
+    if (m->buckets == NULL || tl_map_create(16, &m->ns_by_root) != TL_OK) {
         goto fail;
     }
+    status = tl_proof_key_init(&m->key, m->block_tokens);
+    if (status != TL_OK) {
+        goto fail;
+    }
+    status = TL_ENOMEM;
     if (opt->flags & TL_KV_MGR_EVENTS) {
         size_t token_bytes;
         if (!tl_mul_size(EVENT_CAP * sizeof(uint32_t), m->block_tokens, &token_bytes)) {
@@ -83,6 +88,9 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
 
 fail:
     tl_kv_mgr_destroy(m);
+    if (status == TL_EIO) {
+        return tl_fail(TL_EIO, "tl_kv_mgr_create: the system gives no random bytes for a secret");
+    }
     return tl_fail(TL_ENOMEM, "tl_kv_mgr_create: no memory for %zu blocks", n);
 }
 

@@ -8,10 +8,10 @@
 
 __extension__ typedef unsigned __int128 u128;
 
-/* x mod M, for x below 2^122. */
+/* x mod M, for x below 2^124. */
 static inline uint64_t reduce(u128 x) {
-    uint64_t r = (uint64_t)(x & M) + (uint64_t)(x >> 61); /* below 2^62 */
-    r = (r & M) + (r >> 61);                              /* at most M + 1 */
+    uint64_t r = (uint64_t)(x & M) + (uint64_t)(x >> 61); /* below 2^61 + 2^63 */
+    r = (r & M) + (r >> 61);                              /* at most M + 4 */
     return r >= M ? r - M : r;
 }
 
@@ -19,27 +19,29 @@ static inline uint64_t mul(uint64_t a, uint64_t b) {
     return reduce((u128)a * b);
 }
 
-int tl_proof_key_init(tl_proof_key *key, uint32_t block_tokens) {
+tl_status tl_proof_key_init(tl_proof_key *key, uint32_t block_tokens) {
     size_t n_bytes;
     key->block_tokens = block_tokens;
     key->powers =
         tl_mul_size(block_tokens, sizeof key->powers[0], &n_bytes) ? tl_alloc(n_bytes, 64) : NULL;
     if (key->powers == NULL) {
-        return 0;
+        return TL_ENOMEM;
     }
-    tl_secret(key->point, sizeof key->point);
+    if (!tl_secret(key->point, sizeof key->point)) {
+        return TL_EIO;
+    }
     for (int lane = 0; lane < 2; lane++) {
         uint64_t k = reduce(key->point[lane]);
         k = k < 2 ? k + 2 : k; /* 0 and 1 are no points to evaluate at */
-        uint64_t power = 1;
+        uint64_t power = k;    /* not 1: see proof.h */
         for (uint32_t j = block_tokens; j-- > 0;) {
             key->powers[j][lane] = power;
             power = mul(power, k);
         }
         key->point[lane] = k;
-        key->point_B[lane] = power;
+        key->point_B[lane] = key->powers[0][lane];
     }
-    return 1;
+    return TL_OK;
 }
 
 void tl_proof_key_free(tl_proof_key *key) {
@@ -53,31 +55,29 @@ tl_proof tl_proof_start(const tl_proof_key *key, uint64_t root, uint32_t epoch) 
     for (int lane = 0; lane < 2; lane++) {
         uint64_t x = 1;
         for (int i = 0; i < 3; i++) {
-            x = reduce((u128)x * key->point[lane] + head[i]);
+            x = mul(x + head[i], key->point[lane]);
         }
         p.x[lane] = x;
     }
     return p;
 }
 
-/* A sum of n products of 32 by 61 bits stays below n * 2^93; with the product of the step before,
- * below 2^122, for n up to 2^28 at a time. */
-#define SUM_MAX (1u << 28)
+/* A sum of n products of 32 by 61 bits stays below n * 2^93, and with the product of the step
+ * before below 2^123, for n up to 2^29 at a time: what reduce takes. */
+#define SUM_MAX (1u << 29)
 
 tl_proof tl_proof_step(const tl_proof_key *key, tl_proof p, const uint32_t *toks) {
     const uint32_t n = key->block_tokens;
-    uint64_t sum0 = 0, sum1 = 0;
+    u128 s0 = (u128)p.x[0] * key->point_B[0];
+    u128 s1 = (u128)p.x[1] * key->point_B[1];
     for (uint32_t j = 0; j < n;) {
         const uint32_t end = n - j > SUM_MAX ? j + SUM_MAX : n;
-        u128 s0 = sum0, s1 = sum1;
         for (; j < end; j++) {
             s0 += (u128)key->powers[j][0] * toks[j];
             s1 += (u128)key->powers[j][1] * toks[j];
         }
-        sum0 = reduce(s0);
-        sum1 = reduce(s1);
+        s0 = reduce(s0);
+        s1 = reduce(s1);
     }
-    p.x[0] = reduce((u128)p.x[0] * key->point_B[0] + sum0);
-    p.x[1] = reduce((u128)p.x[1] * key->point_B[1] + sum1);
-    return p;
+    return (tl_proof){{(uint64_t)s0, (uint64_t)s1}};
 }
