@@ -127,7 +127,9 @@ class _Text:
         if len(rows) > 1:
             rows.append(_total_row(run))
         if self._console.is_terminal:
-            self._console.print(_table(rows), _grid(_notes(run)), sep="\n")
+            self._console.print(_table(rows, self._console.width))
+            self._console.print()
+            self._console.print(_grid(_notes(run)))
         else:
             self._write("\n".join([*_columns(rows), "", *map(": ".join, _notes(run))]) + "\n")
 
@@ -156,11 +158,16 @@ _TITLES = (
 _PROMPT_WIDTH = 40
 
 
-def _table(rows: list[tuple[str, ...]]) -> Table:
+def _table(rows: list[tuple[str, ...]], width: int) -> Table:
+    """The prompts' column gets what the numbers leave of the terminal's width."""
+    columns = list(zip(*rows, strict=True))
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column(_TITLES[0], overflow="ellipsis", no_wrap=True)
-    for title in _TITLES[1:]:
-        table.add_column(title, justify="right", no_wrap=True)
+    for title, column in zip(_TITLES[1:], columns[1:], strict=True):
+        needed = max(map(len, [*title.split("\n"), *column]))
+        table.add_column(title, justify="right", width=needed)
+        width -= needed + 3
+    table.columns[0].width = max(len("prompt"), min(_PROMPT_WIDTH, width))
     for row in rows:
         table.add_row(*map(Text, row), style="bold" if row[0] == "all" else "")
     return table

@@ -30,8 +30,8 @@ SYSTEM = (
 )
 PROMPTS = (
     "What is the capital of France?",
-    "Why do cats purr?",
-    "Name three things that float on water.",
+    "How many legs does a spider have?",
+    "Who wrote Hamlet?",
     "What does a compiler do?",
 )
 _AUTO_POOL_BYTES = 1 << 30  # a pool sized by itself keeps at most this much for later prompts
