@@ -310,6 +310,8 @@ void mgr_notice_evictions(tl_kv_mgr *m) {
     m->evictions = stats.evictions;
 }
 
+#define TAKE_AHEAD 4u
+
 /* Blocks the pool has just handed to this manager. */
 static void taken(tl_kv_mgr *m, const uint32_t *ids, size_t n) {
     tl_kv_stats stats;
@@ -318,7 +320,15 @@ static void taken(tl_kv_mgr *m, const uint32_t *ids, size_t n) {
     if (stats.used > m->stats.peak_used) {
         m->stats.peak_used = stats.used;
     }
+    /* Three cache misses in a row for each evicted block: its record, its bucket, its neighbour in
+     * the bucket. Ask ahead for the first two. */
     for (size_t i = 0; i < n; i++) {
+        if (i + 2 * TAKE_AHEAD < n) {
+            TL_PREFETCH(&m->records[ids[i + 2 * TAKE_AHEAD]]);
+        }
+        if (i + TAKE_AHEAD < n && m->records[ids[i + TAKE_AHEAD]].name != 0) {
+            mgr_prefetch(m, m->records[ids[i + TAKE_AHEAD]].proof);
+        }
         forget(m, ids[i]);
     }
 }

@@ -159,11 +159,16 @@ static uint64_t parent_of(const tl_kv_mgr *m, const tl_slot *s, size_t i) {
 }
 
 static void extend_names(tl_kv_mgr *m, tl_slot *s, size_t n) {
-    for (size_t i = s->n_named; i < n; i++) {
-        seq_links(s)[i].name = tl_kv_block_hash(
-            parent_of(m, s, i), seq_tokens(s) + i * m->block_tokens, m->block_tokens);
+    if (s->n_named >= n) {
+        return;
     }
-    s->n_named = s->n_named < n ? n : s->n_named;
+    const uint32_t B = m->block_tokens;
+    tl_link *links = seq_links(s);
+    uint64_t name = parent_of(m, s, s->n_named);
+    for (size_t i = s->n_named; i < n; i++) {
+        name = links[i].name = tl_kv_block_hash(name, seq_tokens(s) + i * B, B);
+    }
+    s->n_named = n;
 }
 
 /* ---- allocate ------------------------------------------------------------------------------ */
@@ -592,6 +597,8 @@ tl_status tl_kv_seq_append_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_s
     return TL_OK;
 }
 
+#define STORE_AHEAD 4u /* how many blocks ahead their buckets are asked for */
+
 /* ---- commit -------------------------------------------------------------------------------- */
 
 /* Why a full, computed block stays private: its name is held by another block. */
@@ -612,24 +619,32 @@ static void count_held_name(tl_kv_mgr *m, const tl_link *link) {
     (void)tl_kv_unref(m->pool, holder);
 }
 
-/* Full block i of the sequence is computed: it gets its name, unless it has one. */
-static void commit_block(tl_kv_mgr *m, tl_slot *s, size_t i) {
-    const uint32_t id = seq_blocks(s)[i];
-    if (m->records[id].name != 0) {
-        return; /* a hit, or a fork has committed it */
+/* Full blocks [first, end) of the sequence are computed: those that have no name get one. */
+static void commit_blocks(tl_kv_mgr *m, tl_slot *s, size_t first, size_t end) {
+    const int named = has_prefix_cache(m) && s->epoch == mgr_namespaces(m)[s->ns].epoch;
+    if (named) {
+        extend_names(m, s, end);
     }
-    (void)tl_kv_set_fill(m->pool, id, m->block_tokens);
-    if (!has_prefix_cache(m) || s->epoch != mgr_namespaces(m)[s->ns].epoch) {
-        return;
-    }
-    extend_names(m, s, i + 1);
-    const tl_link *link = &seq_links(s)[i];
-    const tl_status status = tl_kv_register(m->pool, id, link->name);
-    if (status == TL_OK) {
-        mgr_store(m, id, s->ns, link->proof, link->name, parent_of(m, s, i),
-                  seq_tokens(s) + i * m->block_tokens);
-    } else if (status == TL_EBUSY) {
-        count_held_name(m, link);
+    const tl_link *links = seq_links(s);
+    for (size_t i = first; i < end; i++) {
+        const uint32_t id = seq_blocks(s)[i];
+        if (named && i + STORE_AHEAD < end) {
+            mgr_prefetch(m, links[i + STORE_AHEAD].proof);
+        }
+        if (m->records[id].name != 0) {
+            continue; /* a hit, or a fork has committed it */
+        }
+        (void)tl_kv_set_fill(m->pool, id, m->block_tokens);
+        if (!named) {
+            continue;
+        }
+        const tl_status status = tl_kv_register(m->pool, id, links[i].name);
+        if (status == TL_OK) {
+            mgr_store(m, id, s->ns, links[i].proof, links[i].name, parent_of(m, s, i),
+                      seq_tokens(s) + i * m->block_tokens);
+        } else if (status == TL_EBUSY) {
+            count_held_name(m, &links[i]);
+        }
     }
 }
 
@@ -647,8 +662,8 @@ static void commit(tl_kv_mgr *m, tl_slot *s, size_t n_computed) {
     const size_t B = m->block_tokens;
     const size_t first = s->n_computed / B, end = n_computed / B;
     s->n_computed = n_computed;
-    for (size_t i = first; i < end; i++) {
-        commit_block(m, s, i);
+    if (first < end) {
+        commit_blocks(m, s, first, end);
     }
     if (n_computed % B != 0 && m->records[seq_blocks(s)[end]].name == 0) {
         /* what is shared is shared with the same content: one holder may speak for all */
