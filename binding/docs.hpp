@@ -355,7 +355,8 @@ Raises:
 
 constexpr const char *close = R"(Ends the pool; again is allowed, and does nothing.
 
-Waits for the call that is under way in another thread. Every later operation raises
+Waits for the call that is under way in another thread, and ends the pool's BlockManager with all of
+its sequences. Every later operation raises
 ``InvalidArgument``; the configuration can still be read. Views stay valid and keep the memory; it
 is given back with the last view, at once when there is none.
 

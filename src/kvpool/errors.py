@@ -8,7 +8,7 @@
      +-- PoolFull                            TL_EFULL        not enough blocks; nothing was taken
      +-- NotFound (KeyError)                 TL_ENOTFOUND    (a lookup that misses returns None)
      +-- CorruptEnvelope (ValueError)        TL_EFORMAT      bytes that break the format's rules
-     +-- Busy                                TL_EBUSY        (register returns False instead)
+     +-- Busy                                TL_EBUSY        a second manager (register: False)
      +-- Unsupported                         TL_EUNSUPPORTED well formed, but not in this version
      +-- StorageError (OSError)              TL_EIO          the system refused to read or write
      +-- TransferError (ConnectionError)                     a peer could not be reached or trusted
@@ -112,7 +112,15 @@ class CorruptEnvelope(KvPoolError, ValueError):
 
 
 class Busy(KvPoolError):
-    """Somebody else holds it (TL_EBUSY)."""
+    """Somebody else holds it (TL_EBUSY): a pool has one BlockManager at a time.
+
+    >>> import kvpool
+    >>> pool = kvpool.Pool(2, n_layers=1, n_kv_heads=1, head_dim=4)
+    >>> mgr = kvpool.BlockManager(pool)
+    >>> kvpool.BlockManager(pool)
+    Traceback (most recent call last):
+    kvpool.errors.Busy: the pool has a block manager already; close that one first
+    """
 
 
 class Unsupported(KvPoolError):

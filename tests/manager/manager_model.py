@@ -76,8 +76,7 @@ class Model:
                 self.stats["evictions"] += 1
             taken.append(Block(holders=1))
         self.held.update(taken)
-        if n:
-            self.stats["peak_used"] = max(self.stats["peak_used"], len(self.held))
+        self.stats["peak_used"] = max(self.stats["peak_used"], len(self.held))
         return taken
 
     def hold(self, block: Block) -> None:
