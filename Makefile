@@ -7,7 +7,6 @@
 #   make bench    microbenchmarks in C and Python; JSON under build/bench/
 #   make bench-bytes   CRC, hash, export and import against their peers
 #   make bench-peers   the block manager against other engines', on a trace
-#   make bench-peers   a trace through other engines' block managers and through ours
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
 #   make asan     the Python suite on a sanitized build
@@ -84,8 +83,8 @@ test: system-packages $(VENV)/tools $(VENV)/smollm2
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test-py
 
-# The C library alone, under gcc: as released, with ASan and UBSan, and its threads with TSan; then
-# under clang where there is one.
+# The C library alone, under gcc: as released, with ASan and UBSan, and its threads with TSan; the
+# binding's locks with TSan; then under clang where there is one.
 test-c: $(VENV)/tools
 	$(CMAKE) -S c -B build/c-release -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DTL_WERROR=ON
 	$(CMAKE) --build build/c-release -j $(JOBS)
@@ -97,6 +96,10 @@ test-c: $(VENV)/tools
 	$(CMAKE) -S c -B build/c-tsan -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DTL_SANITIZE=thread
 	$(CMAKE) --build build/c-tsan -j $(JOBS)
 	$(CTEST) --test-dir build/c-tsan -j $(JOBS) -L threads
+	$(CMAKE) -S . -B build/binding-tsan -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DKVPOOL_CXX_TESTS=ON -DTL_SANITIZE=thread
+	$(CMAKE) --build build/binding-tsan -j $(JOBS)
+	$(CTEST) --test-dir build/binding-tsan
 	if command -v clang >/dev/null; then \
 		$(CMAKE) -S c -B build/c-clang -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 			-DCMAKE_C_COMPILER=clang -DTL_WERROR=ON && \

@@ -98,6 +98,18 @@ size_t export_into(Pool &pool, nb::handle ids, nb::handle buffer) {
 // ---- parts --------------------------------------------------------------------------------------
 
 class ExportParts {
+    struct Busy { // true while it lives, whatever ends it
+        explicit Busy(bool &flag) : flag_(flag) {
+            flag_ = true;
+        }
+        Busy(const Busy &) = delete;
+        Busy &operator=(const Busy &) = delete;
+        ~Busy() {
+            flag_ = false;
+        }
+        bool &flag_;
+    };
+
   public:
     ExportParts(nb::object pool, nb::handle ids, nb::handle chunk_bytes)
         : owner_(std::move(pool)), pool_(nb::cast<Pool &>(owner_)) {
@@ -110,6 +122,9 @@ class ExportParts {
 
     nb::object next() {
         nb::ft_lock_guard guard(mutex_);
+        if (busy_) { // the GIL is released while a part is made; one reader, as for a generator
+            raise_value("export_iter: another thread is taking a part of this envelope");
+        }
         const uint32_t n = static_cast<uint32_t>(ids_.size());
         if (done_) {
             throw nb::stop_iteration();
@@ -121,6 +136,7 @@ class ExportParts {
         nb::object bytes =
             checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
         char *out = PyBytes_AS_STRING(bytes.ptr());
+        const Busy busy(busy_);
         run(pool_, bytes_work(size), [&](tl_kv_pool *p) {
             size_t written;
             return tl_kv_export_part(p, ids_.data(), n, first_, count, out, size, &written, &crc_);
@@ -136,7 +152,7 @@ class ExportParts {
     nb::ft_mutex mutex_;
     std::vector<uint32_t> ids_;
     uint32_t blocks_, first_ = 0, crc_ = 0;
-    bool done_ = false;
+    bool done_ = false, busy_ = false;
 };
 
 // ---- pieces -------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -101,3 +103,32 @@ def test_a_closed_pool_exports_nothing(pool: kvpool.Pool, ids: np.ndarray) -> No
             call()
     with pytest.raises(kvpool.InvalidArgument, match="closed"):
         pool.export_into(ids, bytearray(100000))
+
+
+def test_two_threads_on_one_iterator_get_each_part_once_or_an_error() -> None:
+    pool = kvpool.Pool(64, block_tokens=64, n_layers=4, n_kv_heads=4, head_dim=64)
+    ids = pool.alloc(64)  # 512 KiB each
+    pool.slab[:] = 1.0
+    pool.set_fill(ids, 64)
+    whole = pool.export(ids)
+
+    def take(iterator: Iterator[bytes], parts: list[bytes], refused: list[str]) -> None:
+        while True:
+            try:
+                parts.append(next(iterator))
+            except StopIteration:
+                return
+            except kvpool.InvalidArgument as e:
+                refused.append(str(e))
+
+    for _ in range(5):
+        shared: tuple[Iterator[bytes], list[bytes], list[str]]
+        shared = (pool.export_iter(ids, chunk_bytes=1), [], [])
+        threads = [threading.Thread(target=take, args=shared) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        _, parts, refused = shared
+        assert sum(map(len, parts)) == len(whole)
+        assert all("another thread" in text for text in refused)
