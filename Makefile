@@ -58,7 +58,7 @@ $(VENV)/smollm2: $(VENV)/made
 
 $(VENV)/tools: $(VENV)/package
 	@echo "installing the test tools ..."
-	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[test]" cmake ninja
+	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[test]" cmake ninja nanobind scikit-build-core
 	touch $@
 
 $(VENV)/dev: $(VENV)/tools
