@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import Pool
+from kvpool import BlockManager, Pool
 from kvpool.engine.cache import ContiguousCache, KVSequence
 from kvpool.engine.generate import prefill
 from kvpool.engine.gguf_file import LlamaConfig, ModelFile, default_model_path
@@ -63,7 +63,10 @@ def decode(model: Llama, n_prompt: int, n_steps: int, block_tokens: int) -> dict
         max_tokens=n_tokens,
     )
     with make_pool(cfg, n_tokens, block_tokens) as pool:
-        sequences: list[KVSequence] = [PagedCache(pool).open(prompt), array.open(prompt)]
+        sequences: list[KVSequence] = [
+            PagedCache(BlockManager(pool)).open(prompt),
+            array.open(prompt),
+        ]
         for sequence in sequences:
             prefill(model, sequence)
         tokens, times = [1, 1], []
@@ -94,19 +97,22 @@ def first_token(model: Llama, n_prompt: int, n_new: int, repeats: int) -> dict[s
     """Time to the first logits, cache off and on, of prompts that differ in the last ``n_new``."""
     cfg, random = model.config, np.random.default_rng(1)
     head = random.integers(0, cfg.vocab_size, n_prompt - n_new).tolist()
-    times: dict[bool, list[float]] = {False: [], True: []}
-    with make_pool(cfg, 4 * n_prompt, 16) as pool:
-        caches = {cached: PagedCache(pool, cached) for cached in times}
+    with make_pool(cfg, 2 * n_prompt, 16) as without, make_pool(cfg, 2 * n_prompt, 16) as pool:
+        caches = (
+            PagedCache(BlockManager(without, prefix_cache="none")),
+            PagedCache(BlockManager(pool)),
+        )
+        times: tuple[list[float], list[float]] = ([], [])
         for _ in range(repeats + 1):
             prompt = head + random.integers(0, cfg.vocab_size, n_new).tolist()
-            for cached, cache in caches.items():
+            for cache, seconds in zip(caches, times, strict=True):
                 started = time.perf_counter()
                 sequence = cache.open(prompt)
                 hits = sequence.n_computed
                 model.logits(prefill(model, sequence))
-                times[cached].append(time.perf_counter() - started)
+                seconds.append(time.perf_counter() - started)
                 sequence.free()
-    off, on = times[False][1:], times[True][1:]  # the first time there is nothing to find
+    off, on = (seconds[1:] for seconds in times)  # the first time there is nothing to find
     return {
         "prompt_tokens": n_prompt,
         "cached_tokens": hits,

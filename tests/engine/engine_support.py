@@ -11,11 +11,12 @@ import pytest
 for package in ("gguf", "tokenizers", "jinja2", "rich"):
     pytest.importorskip(package, reason=f"the engine needs {package} (kvpool[model])")
 
-from kvpool import Pool  # noqa: E402
+from kvpool import BlockManager, Pool  # noqa: E402
 from kvpool.engine.cache import ContiguousCache, KVCache  # noqa: E402
 from kvpool.engine.generate import generate  # noqa: E402
 from kvpool.engine.gguf_file import ModelFile  # noqa: E402
 from kvpool.engine.llama import Array, Llama  # noqa: E402
+from kvpool.engine.paged import PagedCache  # noqa: E402
 from kvpool.engine.tokenizer import Tokenizer  # noqa: E402
 
 
@@ -51,6 +52,11 @@ class Loaded:
 def load(path: Path) -> Loaded:
     file = ModelFile(path)
     return Loaded(path, file, Llama(file), Tokenizer(file))
+
+
+def paged(pool: Pool, prefix_cache: str = "hash") -> PagedCache:
+    """A cache over a manager of its own. A pool has one at a time."""
+    return PagedCache(BlockManager(pool, prefix_cache=prefix_cache))  # type: ignore[arg-type]
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from tiny_llama import TinyLlama
 
 import kvpool
 from kvpool.cli import main
+from kvpool.cli.generate import SYSTEM
 from kvpool.engine.paged import blocks_needed
 
 
@@ -118,9 +119,18 @@ def test_one_json_document_and_nothing_else(model) -> None:
     assert second["cached_tokens"] == common // 8 * 8 > 0
     assert third["cached_tokens"] == (third["prompt_tokens"] - 1) // 8 * 8
     assert document["total"]["cached_tokens"] == second["cached_tokens"] + third["cached_tokens"]
+    assert document["total"]["prompt_tokens"] == sum(map(len, chats))
     assert document["total"]["tokens"] == 42
     assert pool["used"] == 0
     assert pool["free"] + pool["cached"] == pool["n_blocks"]
+
+
+def test_the_note_on_the_prefix_cache_has_the_hit_rate(model, capsys) -> None:
+    assert main(["generate", "--model", model, "--prompt=x", "--prompt=x", "--max-tokens=1"]) == 0
+    (note,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("prefix cache: ")]
+    n = len(load(Path(model)).tokenizer.chat("x", SYSTEM))
+    hit = (n - 1) // 16 * 16
+    assert note == f"prefix cache: {hit} of {2 * n} prompt tokens ({100 * hit / (2 * n):.0f} %)"
 
 
 def test_the_cache_can_be_switched_off(model, capsys) -> None:

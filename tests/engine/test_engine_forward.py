@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_support import Loaded, load
+from engine_support import Loaded, load, paged
 from tiny_llama import TinyLlama
 
 from kvpool.engine.cache import narrow, widen
 from kvpool.engine.generate import prefill
 from kvpool.engine.linear import linear
 from kvpool.engine.llama import TILE, Span, key_rows
-from kvpool.engine.paged import PagedCache
 
 
 class WideSequence:
@@ -128,7 +127,7 @@ def test_what_stands_behind_the_sequence_is_never_read(tiny) -> None:
         array = tiny.contiguous().open(tokens)
         array._values[:] = np.nan
         logits = []
-        for sequence in (PagedCache(pool).open(tokens), array):
+        for sequence in (paged(pool).open(tokens), array):
             logits.append(tiny.model.logits(prefill(tiny.model, sequence)))
             out = np.empty((2, cfg.n_kv_heads, 64, cfg.head_dim), dtype=np.float32)
             out.view(np.int32)[:] = -1

@@ -10,11 +10,11 @@ import random
 
 import numpy as np
 import pytest
-from engine_support import Loaded, run_prompts, same_bits
+from engine_support import Loaded, paged, run_prompts, same_bits
 from test_engine_forward import WideSequence
 
 from kvpool.engine.generate import prefill
-from kvpool.engine.paged import PagedCache, blocks_needed
+from kvpool.engine.paged import blocks_needed
 
 SYSTEM = "You are a careful assistant. Answer in one or two short sentences, in plain words."
 QUESTIONS = ["What is the capital of France?", "Why do cats purr?", "Name a prime above 10."]
@@ -37,7 +37,13 @@ def test_it_answers(smollm: Loaded, reference) -> None:
 
 @pytest.mark.parametrize(
     ("block_tokens", "prefix_cache", "small"),
-    [(16, False, False), (1, True, False), (16, True, False), (64, True, False), (16, True, True)],
+    [
+        (16, "none", False),
+        (1, "hash", False),
+        (16, "hash", False),
+        (64, "hash", False),
+        (16, "hash", True),
+    ],
     ids=["cache off", "blocks of 1", "blocks of 16", "blocks of 64", "a pool that evicts"],
 )
 def test_tokens_and_logits_are_those_of_one_array(
@@ -45,20 +51,21 @@ def test_tokens_and_logits_are_those_of_one_array(
 ) -> None:
     needed = max(blocks_needed(len(p), MAX_TOKENS, 1, block_tokens) for p in prompts)
     with smollm.pool(needed if small else 3 * needed, block_tokens) as pool:
-        cache = PagedCache(pool, prefix_cache)
+        cache = paged(pool, prefix_cache)
         tokens, logits = run_prompts(smollm, cache, prompts, max_tokens=MAX_TOKENS)
         assert tokens == reference[0]
         assert same_bits(logits, reference[1])
         common = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len({*ids}) > 1)
-        hits = common // block_tokens * block_tokens * (len(prompts) - 1) if prefix_cache else 0
-        assert cache.hit_tokens == hits
+        hits = common // block_tokens * block_tokens * (len(prompts) - 1)
+        assert cache.manager.stats.hit_tokens == (hits if prefix_cache == "hash" else 0)
         assert pool.stats.used == 0
         assert (pool.stats.evictions > 0) == small
+        cache.manager.check()
 
 
 def test_four_samples_share_the_prompt(smollm: Loaded, prompts) -> None:
     with smollm.pool(64) as pool:
-        cache = PagedCache(pool)
+        cache = paged(pool)
         (samples,), _ = run_prompts(
             smollm, cache, prompts[1:2], n=4, max_tokens=6, temperature=1.0, seed=1
         )

@@ -230,7 +230,7 @@ def _notes(run: Run) -> list[tuple[str, str]]:
     """What stands under the table: (name, text)."""
     pool, args, total = run.pool, run.args, _total(run)
     stats = pool.stats
-    share = 100 * _rate(total["cached_tokens"], total["prompt_tokens"])
+    share = 100 * run.manager.stats.hit_rate
     samples = "1 sequence" if args.n == 1 else f"{args.n} sequences"
     return [
         (
@@ -255,9 +255,10 @@ def _notes(run: Run) -> list[tuple[str, str]]:
 def _total(run: Run) -> dict[str, Any]:
     results = [request.result for request in run.started]
     tokens = sum(result.n_tokens for result in results)
+    stats = run.manager.stats
     return {
-        "prompt_tokens": sum(result.prompt_tokens for result in results),
-        "cached_tokens": sum(result.cached_tokens for result in results),
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.hit_tokens,
         "tokens": tokens,
         "tokens_per_s": _rate(tokens, sum(result.decode_s for result in results)),
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvpool import InvalidArgument, KvPoolError, Pool, PoolFull
+from kvpool import BlockManager, InvalidArgument, KvPoolError, Pool, PoolFull
 
 if TYPE_CHECKING:  # at run time these need the model extra: imported once a command line is valid
     from kvpool.engine.generate import Generation
@@ -124,9 +124,14 @@ class Run:
     model: Llama
     model_name: str
     model_path: Path
-    pool: Pool
+    manager: BlockManager
     requests: list[Request]
     interrupted: bool = False
+
+    @property
+    def pool(self) -> Pool:
+        """The manager's pool."""
+        return self.manager.pool
 
     @property
     def started(self) -> list[Request]:
@@ -153,8 +158,8 @@ def run(args: argparse.Namespace) -> int:
             Request(text, tokenizer.chat(text, args.system), Generation()) for text in texts
         ]
         n_blocks = _size_pool(args, requests, model.config)
-        with _make_pool(model.config, n_blocks, args.block_tokens) as pool:
-            state = Run(args, model, name, path, pool, requests)
+        with _make_manager(args, model.config, n_blocks) as manager, manager.pool:
+            state = Run(args, model, name, path, manager, requests)
             try:
                 _answer(state, tokenizer, show, check)
             except KeyboardInterrupt:
@@ -259,19 +264,20 @@ def _size_pool(args: argparse.Namespace, requests: list[Request], cfg: LlamaConf
     return max(max(needs), min(sum(needs), fits))
 
 
-def _make_pool(cfg: LlamaConfig, n_blocks: int, block_tokens: int) -> Pool:
+def _make_manager(args: argparse.Namespace, cfg: LlamaConfig, n_blocks: int) -> BlockManager:
     try:
-        return Pool(
+        pool = Pool(
             n_blocks,
-            block_tokens=block_tokens,
+            block_tokens=args.block_tokens,
             n_layers=cfg.n_layers,
             n_kv_heads=cfg.n_kv_heads,
             head_dim=cfg.head_dim,
         )
+        return BlockManager(pool, prefix_cache=args.prefix_cache)
     except MemoryError as error:
-        size = n_blocks * block_tokens * cfg.kv_bytes_per_token
+        size = n_blocks * args.block_tokens * cfg.kv_bytes_per_token
         raise KvPoolError(
-            f"no memory for {n_blocks} blocks of {block_tokens} tokens ({size:,} bytes): "
+            f"no memory for {n_blocks} blocks of {args.block_tokens} tokens ({size:,} bytes): "
             "lower --blocks or --block-tokens"
         ) from error
 
@@ -281,9 +287,8 @@ def _answer(state: Run, tokenizer: Tokenizer, show: Show, check: Callable[[], No
     from kvpool.engine.paged import PagedCache
 
     args = state.args
-    cache = PagedCache(state.pool, prefix_cache=args.prefix_cache == "hash")
     for request in state.requests:
-        cache.peak_used = 0
+        cache = PagedCache(state.manager)  # one for each prompt: the peak is the prompt's own
         try:
             with show.answers(request.prompt, tokenizer, args.n) as on_token:
                 generate(

@@ -5,14 +5,14 @@ Needs the ``model`` extra (``pip install 'kvpool[model]'``). Import the modules 
     gguf_file   ModelFile            what is in a GGUF file, and whether this engine can run it
     tokenizer   Tokenizer            text to tokens and back, chat template
     llama       Llama                the forward pass
-    paged       PagedCache           K and V in the blocks of a Pool; prefix hits, fork, free
+    paged       PagedCache           K and V in the blocks of a BlockManager's sequences
     cache       ContiguousCache      the reference: one array a sequence
     sampling    Sampler              greedy or seeded
     generate    generate             the loop
 
 ::
 
-    from kvpool import Pool
+    from kvpool import BlockManager, Pool
     from kvpool.engine.generate import generate
     from kvpool.engine.gguf_file import ModelFile
     from kvpool.engine.llama import Llama
@@ -22,7 +22,8 @@ Needs the ``model`` extra (``pip install 'kvpool[model]'``). Import the modules 
     file = ModelFile("model.gguf")
     model, tokenizer, cfg = Llama(file), Tokenizer(file), file.config
     with Pool(256, n_layers=cfg.n_layers, n_kv_heads=cfg.n_kv_heads, head_dim=cfg.head_dim) as pool:
-        result = generate(model, PagedCache(pool), tokenizer.chat("Why is the sky blue?"),
+        cache = PagedCache(BlockManager(pool))
+        result = generate(model, cache, tokenizer.chat("Why is the sky blue?"),
                           stop_tokens=tokenizer.stop_tokens)
         print(tokenizer.decode(result.samples[0].tokens))
 """

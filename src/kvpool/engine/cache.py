@@ -10,8 +10,9 @@ which the first ``n_computed`` have their K and V in the cache:
     fork()            the same past: one reference more on each block, nothing is copied
     free()            every block back, the last one first
 
-``paged`` has the cache that does all this; here are what the two have in common and the reference
-that the paged one must equal bit by bit. Both hold float16, rounded to nearest even.
+``paged`` has the cache that does all this, by way of a :class:`kvpool.BlockManager`; here are what
+the two have in common and the reference that the paged one must equal bit by bit. Both hold
+float16, rounded to nearest even.
 """
 
 from __future__ import annotations
