@@ -78,7 +78,7 @@ class PythonSuite:
                 f"-Dnanobind_DIR={nanobind}",
                 "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
                 "-DCMAKE_BUILD_TYPE=Release",
-                "-DCMAKE_C_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+                "-DCMAKE_C_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS_RELEASE=-O0", "-DKVPOOL_IPO=OFF",
                 "-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF",
             ]
         )  # fmt: skip
