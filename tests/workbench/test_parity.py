@@ -40,12 +40,28 @@ def test_all_drivers_write_the_golden_envelopes_and_read_the_rest(
 
 
 @needs_compiler
+def test_outside_a_workspace_it_says_that_nothing_of_yours_was_tested(
+    ol: Ol, ol_json: OlJson, tmp_path: Path
+) -> None:
+    code, text = ol("parity", "kv.wire.v1", "--dir", tmp_path)
+    assert code == 0, text
+    first, *_, verdict = text.splitlines()
+    assert first.startswith("Testing the reference's own drivers: no workspace here.")
+    assert verdict == "PARITY of the reference's own drivers: no workspace here"
+    _, document = ol_json("parity", "kv.wire.v1", "--dir", tmp_path)
+    assert document["tested"] == "reference"
+
+
+@needs_compiler
 def test_in_a_workspace_the_learners_pool_is_driven(
     solved: Path, assets: Assets, ol: Ol, ol_json: OlJson
 ) -> None:
     code, document = ol_json("parity", "kv.wire.v1", "--dir", solved)
     assert code == 0, document
     assert [driver["driver"] for driver in document["drivers"]] == ["your kv_pool.c"]
+    assert document["tested"] == "workspace"
+    _, text = ol("parity", "kv.wire.v1", "--dir", solved)
+    assert text.splitlines()[-1] == "PARITY"
     [patch] = patches.parse((assets.mutants / "rt.04/m02.patch").read_text())
     file = solved / POOL_C
     file.write_text(patches.apply(patch, file.read_text()))

@@ -178,23 +178,34 @@ def _parity(args: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"there is no suite {args.suite}; this version has {parity.SUITE}")
     if args.read and not args.driver:
         raise UsageError("--read belongs to --driver; the project's own drivers always read")
-    assets = find_assets()
+    assets, workspace = find_assets(), Workspace.at(args.dir)
+    tested, whose = "workspace", ""
+    if args.driver:
+        tested = "drivers"
+    elif workspace is None:
+        tested, whose = "reference", " of the reference's own drivers: no workspace here"
+        screen.line(
+            "Testing the reference's own drivers: no workspace here. Nothing of yours is tested; "
+            "for that, run this in your workspace or give --driver.",
+            "warn",
+        )
     with tempfile.TemporaryDirectory(prefix="ol-") as folder:
         if args.driver:
             drivers = [parity.custom_driver(text, reads=args.read) for text in args.driver]
         else:
-            drivers = parity.own_drivers(assets, Path(folder), Workspace.at(args.dir))
+            drivers = parity.own_drivers(assets, Path(folder), workspace)
         reports = [parity.run_driver(driver, assets, args.timeout) for driver in drivers]
     for report in reports:
         _report_driver(report, screen)
     passed = all(report.passed or report.skipped for report in reports) and any(
         report.passed for report in reports
     )
-    screen.line("PARITY" if passed else "NO PARITY", "good" if passed else "bad")
+    screen.line(("PARITY" if passed else "NO PARITY") + whose, "good" if passed else "bad")
     screen.result(
         {
             "command": "parity",
             "suite": parity.SUITE,
+            "tested": tested,
             "passed": passed,
             "drivers": [report.as_json() for report in reports],
         }
