@@ -103,7 +103,10 @@ inline bool is_plain_int(nb::handle value) {
 // A real bool (True, False, np.True_, np.False_), for flags.
 bool flag_arg(nb::handle value, const char *name);
 
-// A C-contiguous buffer, held for as long as the object lives: nobody can resize or free it.
+// A C-contiguous buffer, held for as long as the object lives: nobody can free it, and nobody can
+// resize it unless the object ignores that it is in use, as NumPy does for resize(refcheck=False).
+// So it is taken after all arguments that may run Python code are read. Its bytes are the caller's,
+// who may change them at any time in another thread: what is read twice may differ.
 class Buffer {
   public:
     Buffer(nb::handle value, const char *name);

@@ -213,9 +213,9 @@ tl_kv_request request_of(nb::handle root, nb::handle max_cached_tokens, bool res
 
 nb::object BlockManager::allocate(nb::handle tokens, nb::handle root, nb::handle max_cached_tokens,
                                   nb::handle resumed, nb::handle match_last) {
-    Tokens in(tokens);
     const tl_kv_request req =
         request_of(root, max_cached_tokens, flag_arg(resumed, "resumed"), match_last);
+    Tokens in(tokens); // last: see Tokens
     tl_kv_seq handle = 0;
     run_with(
         *core_, in,
@@ -228,8 +228,8 @@ nb::object BlockManager::allocate(nb::handle tokens, nb::handle root, nb::handle
 
 nb::object BlockManager::can_allocate(nb::handle tokens, nb::handle root,
                                       nb::handle max_cached_tokens, nb::handle match_last) {
-    Tokens in(tokens);
     const tl_kv_request req = request_of(root, max_cached_tokens, false, match_last);
+    Tokens in(tokens); // last: see Tokens
     size_t n_cached = 0, n_new = 0;
     const tl_status st = run_with(
         *core_, in,
@@ -425,8 +425,8 @@ nb::object BlockManager::import_(nb::handle buffer) {
 
 nb::object BlockManager::adopt(nb::handle ids_arg, nb::handle tokens, nb::handle root_arg) {
     Ints<uint32_t> ids(ids_arg, "ids", Form::array);
-    Tokens in(tokens);
     const uint64_t root = namespace_arg(root_arg);
+    Tokens in(tokens); // last: see Tokens
     if (ids.size() != core_->blocks_for(in.size())) {
         raise_value("ids: %zu tokens are in %zu blocks, found %zu", in.size(),
                     core_->blocks_for(in.size()), ids.size());
@@ -485,10 +485,10 @@ tl_status check_envelope(const ManagerCore &core, const uint8_t *envelope, size_
 
 nb::object BlockManager::import_sequence(nb::handle buffer, nb::handle tokens_arg,
                                          nb::handle root_arg) {
-    Buffer in(buffer, "buffer");
+    const uint64_t root = namespace_arg(root_arg);
     Tokens tokens(tokens_arg);
     tokens.own(); // the GIL is given up below, whatever their number
-    const uint64_t root = namespace_arg(root_arg);
+    Buffer in(buffer, "buffer");
     const auto *envelope = static_cast<const uint8_t *>(in.data());
     const size_t record = 12 + core_->block_bytes();
     const size_t n = in.size() < 32 ? 0 : le32(envelope + 8);

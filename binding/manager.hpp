@@ -192,7 +192,9 @@ class Handles {
 };
 
 // The tokens of a prompt. A uint32 array is read in place while the GIL keeps it as it is; own()
-// copies it before the GIL is given up.
+// copies it before the GIL is given up. Nothing that may run Python code comes between making one
+// and the last look at it or own(), so it is made after all scalars are read: an __index__ may
+// resize the array.
 class Tokens {
   public:
     explicit Tokens(nb::handle value);

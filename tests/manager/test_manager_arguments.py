@@ -348,3 +348,53 @@ def test_tables_of_ids_times_scale_fit_up_to_the_last() -> None:
         assert mgr.block_tables([seq], scale=2**31 - 1).tolist() == [[0, 2**31 - 1]]
         with pytest.raises(kvpool.InvalidArgument, match="exceeds int32"):
             mgr.block_tables([seq], scale=2**31)
+
+
+class Resizes:
+    """An integer that takes an array's memory away while it is read."""
+
+    def __init__(self, array: np.ndarray, value: int = 0) -> None:
+        self.array, self.value = array, value
+
+    def __index__(self) -> int:
+        self.array.resize(0, refcheck=False)
+        return self.value
+
+
+@pytest.mark.parametrize("argument", ["namespace", "max_cached_tokens"])
+@pytest.mark.parametrize("call", ["allocate", "can_allocate"])
+def test_an_index_may_resize_the_tokens(call: str, argument: str) -> None:
+    world = World()
+    for _ in range(3):
+        tokens = np.arange(100, 1 << 20, dtype=np.uint32)  # mapped: gone at once when resized
+        result = getattr(world.mgr, call)(tokens, **{argument: Resizes(tokens)})
+        if call == "allocate":
+            assert len(result) == 0
+            result.free()
+        else:
+            assert result == (True, 0, 0)
+    world.mgr.check()
+
+
+def test_an_index_may_resize_the_tokens_of_adopt() -> None:
+    world = World()
+    tokens = np.arange(8, dtype=np.uint32)
+    with pytest.raises(VALUE, match="0 tokens are in 0 blocks, found 2"):
+        world.mgr.adopt(world.held, tokens, namespace=Resizes(tokens))
+    big = np.arange(1 << 20, dtype=np.uint32)
+    world.mgr.adopt([], big, namespace=Resizes(big)).free()
+    world.mgr.check()
+
+
+def test_an_index_may_resize_an_envelope() -> None:
+    world = World()
+    for argument in ("tokens", "namespace"):
+        envelope = np.frombuffer(world.pool.export(world.held), np.uint8).copy()
+        envelope.resize(1 << 20)
+        index = Resizes(envelope)
+        tokens, namespace = ([index], 0) if argument == "tokens" else ([], index)
+        with pytest.raises(kvpool.CorruptEnvelope, match="length 0"):
+            world.mgr.import_sequence(envelope, tokens, namespace=namespace)
+    crc = np.zeros(1 << 20, np.uint8)
+    assert kvpool.crc32c(crc, Resizes(crc)) == 0
+    world.mgr.check()
