@@ -232,6 +232,21 @@ def test_wrong_use_is_told() -> None:
         EventEncoder(1).encode([Record(0, 9)])
 
 
+def test_an_encoder_of_another_block_size_is_refused_and_takes_nothing(make_pool: Any) -> None:
+    manager = kvpool.BlockManager(make_pool(8, block_tokens=4), events=True)
+    with manager.allocate(list(range(9))) as sequence:
+        sequence.commit()
+    records = manager.drain_events()
+    with pytest.raises(kvpool.InvalidArgument, match=r"a block of 4 tokens.*block_tokens=8"):
+        EventEncoder(8).encode(records)
+    encoder = EventEncoder(1)
+    with pytest.raises(kvpool.InvalidArgument, match=r"a block of 2 tokens.*block_tokens=1"):
+        encoder.encode(numbered(stored(11, 0, 1), stored(12, 11, 2, 3)))
+    (event,) = encoder.encode(numbered(stored(11, 0, 1)))
+    assert isinstance(event, BlockStored)
+    assert (event.block_size, event.token_ids) == (1, [1])
+
+
 class Source:
     """Stands in for a manager: blocks come and go, and it knows what is there."""
 

@@ -55,6 +55,9 @@ class EventEncoder:
     A gap in the records' numbers (the manager's queue ran over) becomes an AllBlocksCleared: what
     subscribers held is no longer known to be there, and what follows is.
 
+    Raises InvalidArgument, and takes none of the records, where one is of a type it does not know
+    or of a block that has not ``block_tokens`` tokens.
+
     >>> import kvpool, kvpool.events
     >>> pool = kvpool.Pool(8, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
     >>> manager = kvpool.BlockManager(pool, events=True)
@@ -81,6 +84,9 @@ class EventEncoder:
 
     def encode(self, records: Iterable[Record]) -> list[KVEvent]:
         """The events of these records, which continue those of the call before."""
+        records = list(records)
+        for record in records:
+            self._validate(record)
         events: list[KVEvent] = []
         for record in records:
             if record.number != self._next:
@@ -95,11 +101,18 @@ class EventEncoder:
                     last.block_hashes.append(record.hash)
                 else:
                     events.append(BlockRemoved(block_hashes=[record.hash], medium=self._medium))
-            elif record.type == _CLEARED:
-                self._clear(events)
             else:
-                raise InvalidArgument(f"EventEncoder: a record of unknown type {record.type!r}")
+                self._clear(events)
         return events
+
+    def _validate(self, record: Record) -> None:
+        if record.type not in (_STORED, _REMOVED, _CLEARED):
+            raise InvalidArgument(f"EventEncoder: a record of unknown type {record.type!r}")
+        if record.type == _STORED and len(record.tokens) != self._block_tokens:
+            raise InvalidArgument(
+                f"EventEncoder: a block of {len(record.tokens)} tokens, but it was made with "
+                f"block_tokens={self._block_tokens}"
+            )
 
     def _clear(self, events: list[KVEvent]) -> None:
         self._labelled.clear()
