@@ -98,6 +98,25 @@ def test_a_real_manager_has_every_counter(make_pool: Any) -> None:
     assert "tl_engine_kv_refused_total" in prometheus_client.generate_latest(registry).decode()
 
 
+def test_a_closed_pool_is_left_out_and_the_others_stay(make_pool: Any) -> None:
+    closed, managed, alive = make_pool(8), make_pool(8), make_pool(8)
+    registry = prometheus_client.CollectorRegistry()
+    KVCollector(closed, labels={"pool": "closed"}, registry=registry)
+    manager = kvpool.BlockManager(managed)
+    KVCollector(managed, manager, labels={"pool": "managed"}, registry=registry)
+    KVCollector(alive, labels={"pool": "alive"}, registry=registry)
+    closed.close()
+    manager.close()
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'tl_engine_kv_blocks{pool="managed",state="free"} 8.0' in text
+    assert "tl_engine_kv_sequences" not in text
+    managed.close()
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'tl_engine_kv_blocks{pool="alive",state="free"} 8.0' in text
+    assert 'pool="closed"' not in text
+    assert 'pool="managed"' not in text
+
+
 def test_registering_scrapes_nothing() -> None:
     class Pool:
         @property

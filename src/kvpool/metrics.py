@@ -35,6 +35,7 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 from ._stats import Stats
+from .errors import KvPoolError
 
 __all__ = ["KVCollector"]
 
@@ -71,6 +72,8 @@ class KVCollector(Collector):
         manager: its manager, if there is one.
         labels: put on every sample, to tell several pools in one process apart.
         registry: where to register; None leaves that to you.
+
+    What is closed, pool or manager, is left out of a scrape; the rest of the registry is as before.
 
     The pool's eviction count wraps at 2**32; the counter here does not, as long as there is a
     scrape at least once in 2**32 evictions.
@@ -110,16 +113,20 @@ class KVCollector(Collector):
         family.add_metric(self._values, value)
         return family
 
-    def _all_evictions(self) -> int:
+    def _read_pool(self) -> tuple[Stats, int]:
+        """The stats, and the evictions since the start."""
         with self._lock:
-            now = self._pool.stats.evictions
-            self._evictions += (now - self._evictions_seen) % 2**32
-            self._evictions_seen = now
-            return self._evictions
+            stats = self._pool.stats
+            self._evictions += (stats.evictions - self._evictions_seen) % 2**32
+            self._evictions_seen = stats.evictions
+            return stats, self._evictions
 
     def collect(self) -> Iterator[Metric]:
         """The families of one scrape; called by the registry."""
-        stats = self._pool.stats
+        try:
+            stats, evictions = self._read_pool()
+        except KvPoolError:  # closed
+            return
         blocks = GaugeMetricFamily(
             "tl_engine_kv_blocks", "Blocks of the KV cache by state", labels=[*self._names, "state"]
         )
@@ -127,10 +134,14 @@ class KVCollector(Collector):
             blocks.add_metric([*self._values, state], getattr(stats, state))
         yield blocks
         yield self._counter(
-            "tl_engine_kv_evictions", "Cached blocks reclaimed for new data", self._all_evictions()
+            "tl_engine_kv_evictions", "Cached blocks reclaimed for new data", evictions
         )
         if self._manager is not None:
-            yield from self._collect_manager(self._manager.stats)
+            try:
+                manager_stats = self._manager.stats
+            except KvPoolError:  # closed
+                return
+            yield from self._collect_manager(manager_stats)
 
     def _collect_manager(self, stats: Any) -> Iterator[Metric]:
         ratio = stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
