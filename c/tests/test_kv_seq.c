@@ -15,7 +15,7 @@
 #include <stdlib.h>
 
 static tl_kv_mgr *mgr_new(tl_kv_pool *p, uint32_t flags, uint32_t watermark) {
-    const tl_kv_mgr_options opt = {flags, watermark, tl_kv_evict};
+    const tl_kv_mgr_options opt = {flags, watermark, tl_kv_evict, tl_kv_find, tl_kv_refs};
     tl_kv_mgr *m = NULL;
     TL_OK_(tl_kv_mgr_create(p, &opt, &m));
     return m;
@@ -138,13 +138,26 @@ TL_TEST(a_refused_allocate_changes_nothing) {
     KV_STATS(p, 2, 0, 4);
     kv_state before = kv_state_of(p);
     tl_kv_seq out = 77;
-    /* 16 tokens: 4 cached hits + 4 new + watermark 1 > 6 */
-    KV_REFUSED(tl_kv_seq_allocate(m, b, 16, NULL, &out), TL_EFULL);
+    /* 12 tokens: 4 cached hits + 2 new + watermark 1 > 6 */
+    KV_REFUSED(tl_kv_seq_allocate(m, b, 12, NULL, &out), TL_EFULL);
     TL_EQ(out, 77);
     size_t n_cached, n_new;
-    TL_STATUS(tl_kv_seq_can_allocate(m, b, 16, NULL, &n_cached, &n_new), TL_EFULL);
+    TL_STATUS(tl_kv_seq_can_allocate(m, b, 12, NULL, &n_cached, &n_new), TL_EFULL);
     TL_EQ(n_cached, 8);
-    TL_EQ(n_new, 4);
+    TL_EQ(n_new, 2);
+    /* more blocks than the pool has: refused before it is read, and nothing is kept for it */
+    const size_t bytes = tl_kv_mgr_bytes(m);
+    static uint32_t giant[100000];
+    KV_REFUSED(tl_kv_seq_allocate(m, giant, 100000, NULL, &out), TL_EFULL);
+    TL_STATUS(tl_kv_seq_can_allocate(m, giant, 100000, NULL, &n_cached, &n_new), TL_EFULL);
+    TL_EQ(n_new, 50000);
+    /* asking about a namespace does not make it known */
+    for (uint64_t root = 1; root < 100; root++) {
+        const tl_kv_request req = {root, SIZE_MAX, 0, 0};
+        TL_STATUS(tl_kv_seq_can_allocate(m, b, 2, &req, &n_cached, &n_new), TL_OK);
+        TL_EQ(n_new, 1);
+    }
+    TL_EQ(tl_kv_mgr_bytes(m), bytes);
     TL_STATUS(tl_kv_seq_can_allocate(m, b, 9, NULL, &n_cached, &n_new), TL_OK);
     const char *changed = kv_state_changed(&before, p);
     if (changed)
@@ -320,7 +333,7 @@ TL_TEST(imported_blocks_are_found_once_their_tokens_are_known) {
     TL_EQ(u, 9);
     const uint32_t twice[3] = {ids[0], ids[1], ids[0]}, nobody[3] = {ids[0], ids[1], 7};
     KV_REFUSED(tl_kv_mgr_adopt(n, a, 5, 0, nobody, &u), TL_EINVAL);
-    KV_REFUSED(tl_kv_mgr_adopt(n, a, 5, 0, twice, &u), TL_EFORMAT); /* full, not a tail */
+    KV_REFUSED(tl_kv_mgr_adopt(n, a, 5, 0, twice, &u), TL_EINVAL);
     TL_OK_(tl_kv_mgr_check(n));
     TL_OK_(tl_kv_mgr_adopt(n, a, 5, 0, ids, &u));
     must_allocate(n, a, 5, 4);
@@ -346,7 +359,9 @@ TL_TEST(evictions_behind_the_managers_back_are_noticed) {
 
 TL_TEST(a_reference_from_elsewhere_forces_a_copy) {
     tl_kv_pool *p = kv_new(4, 4, 1, 1, 2);
-    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    /* without the pool's extras: its own copy on write has to see the reference */
+    tl_kv_mgr *m = NULL;
+    TL_OK_(tl_kv_mgr_create(p, NULL, &m));
     uint32_t a[2] = {1, 2}, more = 3;
     tl_kv_seq s = must_allocate(m, a, 2, 0);
     const uint32_t tail = tl_kv_seq_blocks(m, s)[0];
@@ -358,6 +373,121 @@ TL_TEST(a_reference_from_elsewhere_forces_a_copy) {
     TL_EQ(copy.src, tail);
     TL_CHECK(tl_kv_seq_blocks(m, s)[0] != tail);
     TL_OK_(tl_kv_unref(p, tail));
+    mgr_end(m, p);
+}
+
+TL_TEST(a_refused_append_leaves_no_trace_even_with_references_from_elsewhere) {
+    tl_kv_pool *p = kv_new(3, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[2] = {1, 2}, c[4] = {9, 8, 7, 6}, more[3] = {3, 4, 5};
+    tl_kv_seq seqs[3];
+    seqs[0] = must_allocate(m, a, 2, 0);
+    TL_OK_(tl_kv_seq_fork(m, seqs[0], &seqs[1]));
+    seqs[2] = must_allocate(m, c, 4, 0);
+    const uint32_t tail = tl_kv_seq_blocks(m, seqs[0])[0];
+    tl_kv_ref(p,
+              tail); /* so both forks have to copy, and with the new block that is one too many */
+    kv_state before = kv_state_of(p);
+    const tl_kv_mgr_stats stats = stats_of(m);
+    tl_kv_copy copies[3];
+    size_t n_copies = 7;
+    KV_REFUSED(tl_kv_seq_append_batch(m, seqs, 3, more, copies, &n_copies), TL_EFULL);
+    KV_REFUSED(tl_kv_seq_append(m, seqs[0], c, 4, copies, &n_copies), TL_EFULL);
+    const char *changed = kv_state_changed(&before, p);
+    if (changed)
+        tl_test_fail(__FILE__, __LINE__, "after refused appends %s", changed);
+    kv_state_free(&before);
+    TL_EQ(stats_of(m).copies, stats.copies);
+    TL_EQ(tl_kv_seq_blocks(m, seqs[0])[0], tail);
+    TL_OK_(tl_kv_mgr_check(m));
+    TL_OK_(tl_kv_seq_append(m, seqs[0], more, 1, copies, &n_copies));
+    TL_EQ(n_copies, 1);
+    TL_OK_(tl_kv_unref(p, tail));
+    mgr_end(m, p);
+}
+
+TL_TEST(adopt_takes_only_what_the_caller_holds_and_what_was_computed_from_these_tokens) {
+    tl_kv_pool *p = kv_new(6, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[5], ids[3];
+    fill_tokens(a, 5, 1);
+    tl_kv_seq s = must_allocate(m, a, 5, 0), t = 0;
+    TL_OK_(tl_kv_seq_commit(m, s, 5));
+    memcpy(ids, tl_kv_seq_blocks(m, s), sizeof ids);
+    KV_REFUSED(tl_kv_mgr_adopt(m, a, 5, 0, ids, &t), TL_EINVAL); /* the sequence's references */
+    for (int i = 0; i < 3; i++)
+        tl_kv_ref(p, ids[i]);
+    /* findable as another prefix: what a forged name leads to */
+    m->records[ids[0]].proof.x[1] ^= 1;
+    KV_REFUSED(tl_kv_mgr_adopt(m, a, 5, 0, ids, &t), TL_EFORMAT);
+    m->records[ids[0]].proof.x[1] ^= 1;
+    TL_OK_(tl_kv_mgr_adopt(m, a, 5, 0, ids, &t));
+    TL_OK_(tl_kv_seq_free(m, s));
+    TL_OK_(tl_kv_mgr_check(m));
+    mgr_end(m, p);
+}
+
+TL_TEST(a_name_left_behind_without_proof_makes_room_and_questions_are_no_use) {
+    tl_kv_pool *p = kv_new(4, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[3] = {1, 2, 3}, b[3] = {5, 6, 7};
+    /* a cached block of the name of a's first, that nobody ever adopted */
+    const uint32_t squatter = kv_cached(p, tl_kv_block_hash(0, a, 2));
+    tl_kv_seq s = must_allocate(m, a, 3, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 3));
+    TL_OK_(tl_kv_seq_free(m, s));
+    TL_EQ(stats_of(m).unproven, 0);
+    must_allocate(m, a, 3, 2);
+    /* a held one stays, and a refused adopt does not count as a use of it */
+    const uint32_t other = kv_cached(p, 77);
+    KV_STATS(p, 1, 2, 1);
+    const uint32_t mine = kv_filled(p, 3, 2);
+    kv_state before = kv_state_of(p);
+    tl_kv_seq t;
+    const uint32_t nobody[2] = {mine, other};
+    KV_REFUSED(tl_kv_mgr_adopt(m, b, 3, 0, nobody, &t), TL_EINVAL);
+    const char *changed = kv_state_changed(&before, p);
+    if (changed)
+        tl_test_fail(__FILE__, __LINE__, "after a refused adopt %s", changed);
+    kv_state_free(&before);
+    TL_OK_(tl_kv_unref(p, mine));
+    (void)squatter;
+    mgr_end(m, p);
+}
+
+TL_TEST(the_checker_changes_nothing_when_it_finds_something) {
+    tl_kv_pool *p = kv_new(6, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[5];
+    fill_tokens(a, 5, 1);
+    tl_kv_seq s = must_allocate(m, a, 5, 0), t;
+    TL_OK_(tl_kv_seq_commit(m, s, 5));
+    TL_OK_(tl_kv_seq_fork(m, s, &t));
+    tl_record *r = &m->records[tl_kv_seq_blocks(m, s)[1]];
+    r->holders = 1; /* two sequences hold it */
+    TL_STATUS(tl_kv_mgr_check(m), TL_EINVAL);
+    TL_EQ(r->holders, 1);
+    r->holders = 2;
+    TL_OK_(tl_kv_mgr_check(m));
+    r->proof.x[0] ^= 1;
+    TL_STATUS(tl_kv_mgr_check(m), TL_EINVAL);
+    r->proof.x[0] ^= 1;
+    TL_OK_(tl_kv_mgr_check(m));
+    mgr_end(m, p);
+}
+
+TL_TEST(the_fill_of_a_cut_tail_follows_once_it_is_alone) {
+    tl_kv_pool *p = kv_new(6, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[7], more = 50;
+    fill_tokens(a, 7, 1);
+    tl_kv_seq s = must_allocate(m, a, 7, 0), t;
+    TL_OK_(tl_kv_seq_commit(m, s, 7));
+    TL_OK_(tl_kv_seq_fork(m, s, &t));
+    TL_OK_(tl_kv_seq_truncate(m, t, 5));
+    TL_OK_(tl_kv_seq_free(m, s));
+    TL_OK_(tl_kv_seq_append(m, t, &more, 1, NULL, NULL));
+    TL_EQ(tl_kv_fill(p, tl_kv_seq_blocks(m, t)[1]), 1); /* 5 are computed, 4 of them elsewhere */
     mgr_end(m, p);
 }
 
@@ -411,7 +541,7 @@ TL_TEST(create_fails_cleanly) {
     tl_kv_mgr *m;
     for (uint32_t k = 1;; k++) {
         tl_count_fail_at(k);
-        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS, 0, tl_kv_evict};
+        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS, 0, tl_kv_evict, tl_kv_find, tl_kv_refs};
         const tl_status status = tl_kv_mgr_create(p, &opt, &m);
         tl_count_fail_at(0);
         if (status == TL_OK)
@@ -420,8 +550,8 @@ TL_TEST(create_fails_cleanly) {
         TL_PTR_EQ(m, NULL);
     }
     tl_kv_mgr_destroy(m);
-    TL_STATUS(tl_kv_mgr_create(p, &(tl_kv_mgr_options){8, 0, NULL}, &m), TL_EINVAL);
-    TL_STATUS(tl_kv_mgr_create(p, &(tl_kv_mgr_options){0, 4, NULL}, &m), TL_EINVAL);
+    TL_STATUS(tl_kv_mgr_create(p, &(tl_kv_mgr_options){.flags = 8}, &m), TL_EINVAL);
+    TL_STATUS(tl_kv_mgr_create(p, &(tl_kv_mgr_options){.watermark = 4}, &m), TL_EINVAL);
     tl_kv_pool_destroy(p);
 }
 

@@ -41,6 +41,10 @@ TL_API size_t tl_kv_meta_bytes(const tl_kv_pool *p);
 TL_API uint32_t tl_kv_refs(const tl_kv_pool *p, uint32_t id);
 TL_API uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id);
 
+/* tl_kv_lookup without taking a reference or touching the LRU order: 1 and *id when a block is
+ * registered under hash, else 0 with *id and the error slot untouched. O(1) expected. */
+TL_API int tl_kv_find(const tl_kv_pool *p, uint64_t hash, uint32_t *id);
+
 /*
  * Frees one cached block now, whatever its place in the LRU order: it is unregistered and goes to
  * the free list. Not counted as an eviction: nobody needed the room. TL_EINVAL, and nothing

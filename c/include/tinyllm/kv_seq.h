@@ -24,8 +24,9 @@
  *
  * Threads: the caller serializes all calls on a manager and its pool. Errors: as in abi.h; a failed
  * call changes nothing, the pool's LRU order included, unless it says otherwise. Memory: comes from
- * the hook; allocate, append and fork may allocate when a sequence is longer, or more of them are
- * alive, than ever before; nothing else does.
+ * the hook; allocate, can_allocate, adopt, append and fork may allocate when a sequence is longer,
+ * or more of them are alive, than ever before; nothing else does. A namespace that allocate has met
+ * costs some 60 bytes for the manager's life.
  */
 #ifndef TINYLLM_KV_SEQ_H
 #define TINYLLM_KV_SEQ_H
@@ -53,11 +54,19 @@ typedef struct {
     uint32_t flags;
     uint32_t watermark; /* blocks that allocate leaves alone, for sequences already running */
     /*
-     * Frees one cached block: tl_kv_evict of kv_pool_ext.h, or another pool's own way. NULL where
-     * there is none: then tl_kv_mgr_evict is TL_EUNSUPPORTED, and tl_kv_mgr_reset has blocks of
-     * before keep their names, unfindable, until the pool evicts them.
+     * What kv_pool.h cannot do; each may be NULL. Ours are in kv_pool_ext.h, another pool brings
+     * its own.
+     *
+     *   evict   tl_kv_evict. Without: tl_kv_mgr_evict is TL_EUNSUPPORTED, and blocks of before a
+     *           reset keep their names, unfindable, until the pool evicts them.
+     *   find    tl_kv_find. Without: who holds a name is asked with a lookup, which counts as a use
+     * of the holder, and collisions are counted as unproven. refs    tl_kv_refs. Without: adopt
+     * cannot see that the caller has no reference of its own, and an append that is refused may
+     * have given a tail that others hold its own copy.
      */
     tl_status (*evict)(tl_kv_pool *p, uint32_t id);
+    int (*find)(const tl_kv_pool *p, uint64_t hash, uint32_t *id);
+    uint32_t (*refs)(const tl_kv_pool *p, uint32_t id);
 } tl_kv_mgr_options;
 
 /*
@@ -119,7 +128,8 @@ TL_API tl_status tl_kv_seq_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n
 /*
  * What allocate would do now, changing nothing: TL_OK or TL_EFULL. *n_cached and *n_new (each may
  * be NULL) are the tokens it would take from the index and the blocks it would allocate, in both
- * cases. TL_EINVAL, TL_ENOMEM as above. O(n).
+ * cases. A prompt of more blocks than the pool has is refused unread: 0, and all its blocks.
+ * TL_EINVAL, TL_ENOMEM as above. O(n).
  */
 TL_API tl_status tl_kv_seq_can_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n,
                                         const tl_kv_request *req, size_t *n_cached, size_t *n_new);
@@ -231,9 +241,10 @@ TL_API tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uin
  * Makes a sequence of blocks that the caller holds and whose K and V are computed: n tokens over
  * ids[0 .. ceil(n / B) - 1] (from import, or taken by hash). The caller's references become the
  * sequence's. Each full block must be registered under the name that the tokens give it, or be
- * registered under no name, and each block must hold as many positions as its tokens: TL_EFORMAT
- * otherwise, and the references stay with the caller. Full blocks become findable, as by commit.
- * TL_EINVAL, TL_ENOMEM as allocate; TL_EINVAL too for a block nobody holds. O(n).
+ * registered under no name, must not be findable as another prefix, and must hold as many positions
+ * as its tokens: TL_EFORMAT otherwise, and the references stay with the caller. Full blocks become
+ * findable, as by commit. TL_EINVAL, TL_ENOMEM as allocate; TL_EINVAL too for a block that the
+ * caller does not hold, or that appears twice. O(n).
  */
 TL_API tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t root,
                                  const uint32_t *ids, tl_kv_seq *out);

@@ -132,7 +132,9 @@ size_t tl_kv_mgr_bytes(const tl_kv_mgr *m) {
         bytes += s->tokens.cap * s->tokens.elem + s->blocks.cap * s->blocks.elem +
                  s->links.cap * s->links.elem;
     }
-    bytes += m->slots.cap * m->slots.elem + m->free_slots.cap * m->free_slots.elem;
+    bytes += m->slots.cap * m->slots.elem + m->free_slots.cap * m->free_slots.elem +
+             m->scratch.cap * m->scratch.elem + m->namespaces.cap * m->namespaces.elem +
+             tl_map_len(m->ns_by_root) * 24;
     if (m->events != NULL) {
         bytes += EVENT_CAP * (sizeof(tl_kv_event) + sizeof(uint32_t) * m->block_tokens);
     }
@@ -149,9 +151,14 @@ tl_status tl_kv_mgr_stats_get(const tl_kv_mgr *m, tl_kv_mgr_stats *out) {
 
 /* ---- namespaces ---------------------------------------------------------------------------- */
 
-uint32_t mgr_namespace(tl_kv_mgr *m, uint64_t root, const char *who) {
+uint32_t mgr_known_namespace(const tl_kv_mgr *m, uint64_t root) {
     uint64_t at;
-    if (tl_map_get(m->ns_by_root, root, &at)) {
+    return tl_map_get(m->ns_by_root, root, &at) ? (uint32_t)at : NS_NONE;
+}
+
+uint32_t mgr_namespace(tl_kv_mgr *m, uint64_t root, const char *who) {
+    uint64_t at = mgr_known_namespace(m, root);
+    if (at != NS_NONE) {
         return (uint32_t)at;
     }
     const tl_namespace ns = {root, 0, tl_proof_start(&m->key, root, 0)};
@@ -422,9 +429,10 @@ tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uint32_t *
     mgr_notice_evictions(m);
     const tl_status status = tl_kv_import(m->pool, buf, len, ids_out);
     if (status == TL_OK) {
-        const uint8_t *n = (const uint8_t *)buf + 8; /* n_blocks, validated by import */
-        taken(m, ids_out,
-              (size_t)n[0] | (size_t)n[1] << 8 | (size_t)n[2] << 16 | (size_t)n[3] << 24);
+        /* The count follows from the length, which import has compared with the header. The header
+         * is not read again: the buffer may be memory that somebody else writes. */
+        const size_t record = 12 + m->block_bytes;
+        taken(m, ids_out, (len - TL_KV_ENVELOPE_HEADER - 4) / record);
     }
     return status;
 }
@@ -435,7 +443,7 @@ static tl_status disagree(const char *what, uint64_t id) {
     return tl_fail(TL_EINVAL, "tl_kv_mgr_check: %s (%" PRIu64 ")", what, id);
 }
 
-/* One live sequence: counts, arrays and chain. Takes its holds off the records' counts. */
+/* One live sequence: counts, arrays, chain, and that its blocks are of this prefix. */
 static tl_status check_slot(const tl_kv_mgr *m, size_t at) {
     const tl_slot *s = &mgr_slots(m)[at];
     const size_t B = m->block_tokens;
@@ -469,8 +477,8 @@ static tl_status check_slot(const tl_kv_mgr *m, size_t at) {
     }
     const uint32_t *ids = s->blocks.data;
     for (size_t i = 0; i < s->n_blocks; i++) {
-        if (ids[i] >= m->n_blocks || m->records[ids[i]].holders-- == 0) {
-            return disagree("more sequences hold a block than its record says: block", ids[i]);
+        if (ids[i] >= m->n_blocks) {
+            return disagree("a sequence holds a block out of range: block", ids[i]);
         }
         /* ns_of NS_NONE: it was reset while held, so its proof is of an earlier epoch */
         if (i < s->n_links && m->ns_of[ids[i]] != NS_NONE &&
@@ -481,17 +489,22 @@ static tl_status check_slot(const tl_kv_mgr *m, size_t at) {
     return TL_OK;
 }
 
-tl_status tl_kv_mgr_check(const tl_kv_mgr *m) {
-    if (m == NULL) {
-        return tl_fail(TL_EINVAL, "tl_kv_mgr_check: m is NULL");
-    }
-    /* Count the holds down, look for what is left, and count them up again. */
+/* Takes the holds of the live sequences off the records' counts, sees whether that leaves nothing,
+ * and puts back exactly what it took. */
+static tl_status check_holders(const tl_kv_mgr *m) {
     tl_status status = TL_OK;
-    size_t n_alive = 0, done = 0;
-    for (; done < m->slots.len && status == TL_OK; done++) {
-        if (mgr_slots(m)[done].generation != 0) {
-            n_alive++;
-            status = check_slot(m, done);
+    size_t taken_off = 0;
+    for (size_t i = 0; i < m->slots.len && status == TL_OK; i++) {
+        const tl_slot *s = &mgr_slots(m)[i];
+        for (size_t k = 0; s->generation != 0 && k < s->n_blocks && status == TL_OK; k++) {
+            tl_record *r = &m->records[seq_blocks(s)[k]];
+            if (r->holders == 0) {
+                status = disagree("more sequences hold a block than its record says: block",
+                                  seq_blocks(s)[k]);
+            } else {
+                r->holders--;
+                taken_off++;
+            }
         }
     }
     for (uint32_t id = 0; id < m->n_blocks && status == TL_OK; id++) {
@@ -499,15 +512,33 @@ tl_status tl_kv_mgr_check(const tl_kv_mgr *m) {
             status = disagree("a record counts holders that no sequence is: block", id);
         }
     }
-    if (status != TL_OK) {
-        return status; /* the counts are off now, but they were wrong before */
-    }
-    for (size_t i = 0; i < m->slots.len; i++) {
+    for (size_t i = 0; i < m->slots.len && taken_off > 0; i++) {
         const tl_slot *s = &mgr_slots(m)[i];
-        const uint32_t *ids = s->blocks.data;
-        for (size_t k = 0; s->generation != 0 && k < s->n_blocks; k++) {
-            m->records[ids[k]].holders++;
+        for (size_t k = 0; s->generation != 0 && k < s->n_blocks && taken_off > 0; k++) {
+            m->records[seq_blocks(s)[k]].holders++;
+            taken_off--;
         }
+    }
+    return status;
+}
+
+tl_status tl_kv_mgr_check(const tl_kv_mgr *m) {
+    if (m == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_mgr_check: m is NULL");
+    }
+    size_t n_alive = 0;
+    for (size_t i = 0; i < m->slots.len; i++) {
+        if (mgr_slots(m)[i].generation != 0) {
+            n_alive++;
+            const tl_status status = check_slot(m, i);
+            if (status != TL_OK) {
+                return status;
+            }
+        }
+    }
+    const tl_status status = check_holders(m);
+    if (status != TL_OK) {
+        return status;
     }
 
     size_t n_findable = 0;

@@ -47,6 +47,7 @@ typedef struct {
     uint32_t ns, epoch;
     uint32_t stamp;   /* of the last batch it was in, to see one that appears twice */
     uint32_t copying; /* in this batch its last block is replaced by a copy */
+    uint32_t cut;     /* it was cut into a block that others held: the fill may be theirs */
     size_t n_tokens, n_cached, n_computed, n_blocks;
     size_t n_links, n_named;
     tl_vec tokens; /* uint32_t; len is not used in the three: the counts above are */
@@ -102,6 +103,9 @@ static inline tl_link *seq_links(const tl_slot *s) {
 
 /* The namespace of a root, made if it is new; NS_NONE, with the slot set, without memory for it. */
 uint32_t mgr_namespace(tl_kv_mgr *m, uint64_t root, const char *who);
+
+/* The same, but NS_NONE for a root that no sequence has had. */
+uint32_t mgr_known_namespace(const tl_kv_mgr *m, uint64_t root);
 
 /* The findable block of a proof in a namespace, or NO_BLOCK. */
 uint32_t mgr_find(const tl_kv_mgr *m, tl_proof proof);

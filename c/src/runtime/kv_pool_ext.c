@@ -57,6 +57,15 @@ uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id) {
     return b == NULL ? 0 : b->hash;
 }
 
+int tl_kv_find(const tl_kv_pool *p, uint64_t hash, uint32_t *id) {
+    uint64_t held;
+    if (p == NULL || id == NULL || hash == 0 || !tl_map_get(p->index, hash, &held)) {
+        return 0;
+    }
+    *id = (uint32_t)held;
+    return 1;
+}
+
 tl_status tl_kv_evict(tl_kv_pool *p, uint32_t id) {
     if (block_or_null(p, id, "tl_kv_evict") == NULL) {
         return TL_EINVAL;

@@ -95,6 +95,7 @@ static tl_slot *new_slot(tl_kv_mgr *m, size_t n_tokens, const char *who) {
     const uint32_t *free_slots = m->free_slots.data;
     tl_slot *s = &mgr_slots(m)[free_slots[m->free_slots.len - 1]];
     s->n_tokens = s->n_cached = s->n_computed = s->n_blocks = s->n_links = s->n_named = 0;
+    s->copying = s->cut = 0;
     return slot_room(m, s, n_tokens, who) == TL_OK ? s : NULL;
 }
 
@@ -216,6 +217,10 @@ static tl_status make_plan(tl_kv_mgr *m, const uint32_t *toks, size_t n, const t
     if (p->n_blocks > UINT32_MAX) {
         return tl_fail(TL_EINVAL, "%s: %zu tokens need more than 2^32 blocks", who, n);
     }
+    if (p->n_blocks > m->n_blocks) { /* whatever it hits: refused before anything is hashed */
+        return tl_fail(TL_EFULL, "%s: %zu blocks needed, the pool has %" PRIu32, who, p->n_blocks,
+                       m->n_blocks);
+    }
     tl_slot *s = p->slot = new_slot(m, n, who);
     if (s == NULL) {
         return TL_ENOMEM;
@@ -283,12 +288,11 @@ tl_status tl_kv_seq_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n, const
     req = req == NULL ? &default_request : req;
     plan p = {0};
     tl_status status = make_plan(m, toks, n, req, who, &p);
-    if (status != TL_OK) {
-        return status;
+    if (status == TL_OK) {
+        status = fits(m, &p, who);
     }
-    status = fits(m, &p, who);
     if (status != TL_OK) {
-        m->stats.refused++;
+        m->stats.refused += m != NULL && status == TL_EFULL;
         return status;
     }
     tl_slot *s = p.slot;
@@ -323,9 +327,17 @@ tl_status tl_kv_seq_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n, const
 tl_status tl_kv_seq_can_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n,
                                  const tl_kv_request *req, size_t *n_cached, size_t *n_new) {
     static const char who[] = "tl_kv_seq_can_allocate";
+    req = req == NULL ? &default_request : req;
     plan p = {0};
-    const tl_status status = make_plan(m, toks, n, req == NULL ? &default_request : req, who, &p);
-    if (status != TL_OK) {
+    tl_status status;
+    if (m != NULL && mgr_known_namespace(m, req->root) == NS_NONE) {
+        /* nothing was ever computed under this root, and asking must not make it known */
+        p.n_blocks = blocks_for(m, n);
+        status = toks == NULL && n > 0 ? tl_fail(TL_EINVAL, "%s: toks is NULL", who) : TL_OK;
+    } else {
+        status = make_plan(m, toks, n, req, who, &p);
+    }
+    if (status != TL_OK && status != TL_EFULL) {
         return status;
     }
     if (n_cached != NULL) {
@@ -334,7 +346,7 @@ tl_status tl_kv_seq_can_allocate(tl_kv_mgr *m, const uint32_t *toks, size_t n,
     if (n_new != NULL) {
         *n_new = p.n_blocks - p.n_hits;
     }
-    return fits(m, &p, who);
+    return status == TL_OK ? fits(m, &p, who) : status;
 }
 
 /* ---- append -------------------------------------------------------------------------------- */
@@ -354,6 +366,16 @@ static int tail_needs_copy(tl_kv_mgr *m, const tl_slot *s) {
     }
     const uint32_t id = seq_blocks(s)[s->n_blocks - 1];
     return m->records[id].name != 0 || m->records[id].holders > 1 || is_registered(m, id);
+}
+
+/* References on the sequence's last block that no sequence is, if it is partial: an export under
+ * way, a user's own. 0 where the pool cannot be asked; own_tail sees to those. */
+static uint32_t tail_held_elsewhere(const tl_kv_mgr *m, const tl_slot *s) {
+    if (m->opt.refs == NULL || s->n_tokens % m->block_tokens == 0) {
+        return 0;
+    }
+    const uint32_t id = seq_blocks(s)[s->n_blocks - 1];
+    return m->opt.refs(m->pool, id) - m->records[id].holders;
 }
 
 /* The fill of the last block: what is computed of it, if this sequence alone may say. */
@@ -392,12 +414,19 @@ static tl_kv_copy replace_tail(tl_kv_mgr *m, tl_slot *s, uint32_t fresh) {
 }
 
 /*
- * The last block is this sequence's alone, but references from elsewhere (an export under way, a
- * user's own) may be on it: the pool's copy on write sees those. TL_EFULL when it had to copy and
- * could not. A copy made here is as good as the original, so it stays if the call then fails.
+ * The last block is this sequence's alone, as far as sequences go. Where the pool cannot tell its
+ * references, its copy on write sees those from elsewhere: TL_EFULL when it had to copy and could
+ * not. A copy made here is as good as the original, so it stays if the call then fails.
  */
 static tl_status own_tail(tl_kv_mgr *m, tl_slot *s, tl_kv_copy *copies, size_t *n_copies) {
     if (s->n_tokens % m->block_tokens == 0) {
+        return TL_OK;
+    }
+    if (s->cut) {
+        s->cut = 0;
+        set_tail_fill(m, s);
+    }
+    if (m->opt.refs != NULL) {
         return TL_OK;
     }
     uint32_t *last = &seq_blocks(s)[s->n_blocks - 1];
@@ -451,7 +480,7 @@ tl_status tl_kv_seq_append(tl_kv_mgr *m, tl_kv_seq seq, const uint32_t *toks, si
         return TL_ENOMEM;
     }
     mgr_notice_evictions(m);
-    const size_t copy = (size_t)tail_needs_copy(m, s);
+    const size_t copy = (size_t)(tail_needs_copy(m, s) || tail_held_elsewhere(m, s) > 0);
     if (more + copy > mgr_room(m)) {
         return no_room(m, more + copy, who);
     }
@@ -513,9 +542,13 @@ static inline tl_slot *known_slot(const tl_kv_mgr *m, tl_kv_seq s) {
  */
 static size_t plan_copies(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_seqs) {
     size_t wanted = 0;
+    for (size_t i = 0; i < n_seqs; i++) { /* while the holders are what they are */
+        tl_slot *s = known_slot(m, seqs[i]);
+        s->copying = tail_held_elsewhere(m, s) > 0;
+    }
     for (size_t i = 0; i < n_seqs; i++) {
         tl_slot *s = known_slot(m, seqs[i]);
-        s->copying = (uint32_t)tail_needs_copy(m, s);
+        s->copying = s->copying || tail_needs_copy(m, s);
         if (s->copying) {
             m->records[seq_blocks(s)[s->n_blocks - 1]].holders--;
         }
@@ -601,22 +634,43 @@ tl_status tl_kv_seq_append_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_s
 
 /* ---- commit -------------------------------------------------------------------------------- */
 
-/* Why a full, computed block stays private: its name is held by another block. */
-static void count_held_name(tl_kv_mgr *m, const tl_link *link) {
-    uint32_t holder;
+/* The block that the pool has under a name, or NO_BLOCK. Without `find` the question is a use. */
+static uint32_t holder_of(tl_kv_mgr *m, uint64_t name) {
+    uint32_t id = NO_BLOCK;
+    if (m->opt.find != NULL) {
+        return m->opt.find(m->pool, name, &id) ? id : NO_BLOCK;
+    }
+    if (tl_kv_lookup(m->pool, name, &id) == TL_OK) {
+        (void)tl_kv_unref(m->pool, id);
+    }
+    return id;
+}
+
+/*
+ * A full, computed block met its name held by another block. TL_OK: the name is free now, try
+ * again. Else it stays private, for the reason counted. A holder that is findable keeps the name,
+ * forged or not: if the later one took it, a forgery could throw a victim's prefix out of the
+ * cache. A cached one that nobody can prove anything about (imported and let go without adopt) has
+ * to leave.
+ */
+static tl_status meet_held_name(tl_kv_mgr *m, const tl_link *link) {
     if (mgr_find(m, link->proof) != NO_BLOCK) {
         m->stats.duplicates++;
-        return;
+        return TL_EBUSY;
     }
-    if (tl_kv_lookup(m->pool, link->name, &holder) != TL_OK) {
-        return;
-    }
-    if (m->ns_of[holder] != NS_NONE && m->records[holder].name == link->name) {
+    const uint32_t holder = m->opt.find != NULL ? holder_of(m, link->name) : NO_BLOCK;
+    if (holder == NO_BLOCK) {
+        m->stats.unproven++; /* a lookup would keep the holder in use for ever: nobody asks */
+    } else if (m->ns_of[holder] != NS_NONE && m->records[holder].name == link->name) {
         m->stats.collisions++; /* findable, so its proof is known, and it is another one */
+    } else if (m->records[holder].holders == 0 && m->opt.evict != NULL &&
+               m->opt.evict(m->pool, holder) == TL_OK) {
+        m->records[holder].name = 0;
+        return TL_OK;
     } else {
         m->stats.unproven++;
     }
-    (void)tl_kv_unref(m->pool, holder);
+    return TL_EBUSY;
 }
 
 /* Full blocks [first, end) of the sequence are computed: those that have no name get one. */
@@ -638,12 +692,13 @@ static void commit_blocks(tl_kv_mgr *m, tl_slot *s, size_t first, size_t end) {
         if (!named) {
             continue;
         }
-        const tl_status status = tl_kv_register(m->pool, id, links[i].name);
+        tl_status status = tl_kv_register(m->pool, id, links[i].name);
+        if (status == TL_EBUSY && meet_held_name(m, &links[i]) == TL_OK) {
+            status = tl_kv_register(m->pool, id, links[i].name);
+        }
         if (status == TL_OK) {
             mgr_store(m, id, s->ns, links[i].proof, links[i].name, parent_of(m, s, i),
                       seq_tokens(s) + i * m->block_tokens);
-        } else if (status == TL_EBUSY) {
-            count_held_name(m, &links[i]);
         }
     }
 }
@@ -726,6 +781,7 @@ tl_status tl_kv_seq_fork(tl_kv_mgr *m, tl_kv_seq seq, tl_kv_seq *out) {
     child->n_blocks = s->n_blocks;
     child->n_links = s->n_links;
     child->n_named = s->n_named;
+    child->cut = s->cut;
     if (s->n_tokens > 0) {
         memcpy(child->tokens.data, s->tokens.data, s->n_tokens * sizeof(uint32_t));
         memcpy(child->blocks.data, s->blocks.data, s->n_blocks * sizeof(uint32_t));
@@ -757,6 +813,7 @@ tl_status tl_kv_seq_truncate(tl_kv_mgr *m, tl_kv_seq seq, size_t n) {
     s->n_computed = s->n_computed < n ? s->n_computed : n;
     s->n_links = s->n_links < n_full ? s->n_links : n_full;
     s->n_named = s->n_named < n_full ? s->n_named : n_full;
+    s->cut = 1;
     set_tail_fill(m, s);
     return TL_OK;
 }
@@ -773,16 +830,6 @@ tl_status tl_kv_seq_free(tl_kv_mgr *m, tl_kv_seq seq) {
 #define SEEN 0x80000000u /* on a record's holders: the id has been in this list */
 
 /* ---- adopt --------------------------------------------------------------------------------- */
-
-/* Whether the pool finds block id under this name. */
-static int is_registered_as(tl_kv_mgr *m, uint32_t id, uint64_t name) {
-    uint32_t found;
-    if (tl_kv_lookup(m->pool, name, &found) != TL_OK) {
-        return 0;
-    }
-    (void)tl_kv_unref(m->pool, found);
-    return found == id;
-}
 
 /* Whether anybody holds block id: a reference can be added only then, and is taken back. */
 static int is_held(tl_kv_mgr *m, uint32_t id) {
@@ -801,6 +848,21 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
         return tl_fail(TL_EINVAL, "%s: ids[%zu] is block %" PRIu32 ", which nobody holds", who, i,
                        id);
     }
+    if (m->records[id].holders & SEEN) {
+        return tl_fail(TL_EINVAL, "%s: ids[%zu] is block %" PRIu32 " once more", who, i, id);
+    }
+    if (m->opt.refs != NULL && m->opt.refs(m->pool, id) <= m->records[id].holders) {
+        return tl_fail(TL_EINVAL,
+                       "%s: ids[%zu] is block %" PRIu32
+                       ", which sequences hold and the caller does not",
+                       who, i, id);
+    }
+    if (full && has_prefix_cache(m) && m->ns_of[id] != NS_NONE &&
+        !tl_proof_equal(m->records[id].proof, seq_links(s)[i].proof)) {
+        return tl_fail(TL_EFORMAT,
+                       "%s: ids[%zu] is block %" PRIu32 ", which was computed from other tokens",
+                       who, i, id);
+    }
     if (tl_kv_fill(m->pool, id) < wanted) {
         return tl_fail(TL_EFORMAT,
                        "%s: ids[%zu] is block %" PRIu32 " with %" PRIu32
@@ -808,7 +870,7 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
                        who, i, id, tl_kv_fill(m->pool, id), wanted);
     }
     if (is_registered(m, id) &&
-        (!full || (has_prefix_cache(m) && !is_registered_as(m, id, seq_links(s)[i].name)))) {
+        (!full || (has_prefix_cache(m) && holder_of(m, seq_links(s)[i].name) != id))) {
         return tl_fail(TL_EFORMAT,
                        "%s: ids[%zu] is block %" PRIu32
                        ", which is registered, but not under the name of these tokens",
@@ -840,10 +902,6 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
     size_t ok = 0;
     for (; ok < p.n_blocks && status == TL_OK; ok++) {
         status = check_adopted(m, s, ids, ok, who);
-        if (status == TL_OK && (m->records[ids[ok]].holders & SEEN)) {
-            status =
-                tl_fail(TL_EINVAL, "%s: ids[%zu] is block %" PRIu32 " once more", who, ok, ids[ok]);
-        }
         if (status != TL_OK) {
             break;
         }
@@ -861,16 +919,18 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
     }
     s->n_blocks = p.n_blocks;
     *out = bring_to_life(m, s);
+    s->cut = 1; /* the last block may hold more positions than these tokens are */
     /* Names that the blocks came with are ours to vouch for now: the tokens are known. */
     for (size_t i = 0; i < s->n_links; i++) {
         const tl_link *link = &seq_links(s)[i];
         const uint32_t id = seq_blocks(s)[i];
         if (m->records[id].name == 0 && mgr_find(m, link->proof) == NO_BLOCK &&
-            is_registered_as(m, id, link->name)) {
+            holder_of(m, link->name) == id) {
             mgr_store(m, id, s->ns, link->proof, link->name, parent_of(m, s, i),
                       seq_tokens(s) + i * B);
         }
     }
     commit(m, s, n);
+    set_tail_fill(m, s);
     return TL_OK;
 }
