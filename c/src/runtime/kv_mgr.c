@@ -317,7 +317,7 @@ void mgr_notice_evictions(tl_kv_mgr *m) {
     m->evictions = stats.evictions;
 }
 
-#define TAKE_AHEAD 4u
+#define TAKE_AHEAD ((size_t)4)
 
 /* Blocks the pool has just handed to this manager. */
 static void taken(tl_kv_mgr *m, const uint32_t *ids, size_t n) {

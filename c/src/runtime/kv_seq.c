@@ -630,7 +630,7 @@ tl_status tl_kv_seq_append_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_s
     return TL_OK;
 }
 
-#define STORE_AHEAD 4u /* how many blocks ahead their buckets are asked for */
+#define STORE_AHEAD ((size_t)4) /* how many blocks ahead their buckets are asked for */
 
 /* ---- commit -------------------------------------------------------------------------------- */
 
@@ -658,18 +658,19 @@ static tl_status meet_held_name(tl_kv_mgr *m, const tl_link *link) {
         m->stats.duplicates++;
         return TL_EBUSY;
     }
+    /* Without `find` nobody asks: a lookup would keep the holder in use for ever. */
     const uint32_t holder = m->opt.find != NULL ? holder_of(m, link->name) : NO_BLOCK;
-    if (holder == NO_BLOCK) {
-        m->stats.unproven++; /* a lookup would keep the holder in use for ever: nobody asks */
-    } else if (m->ns_of[holder] != NS_NONE && m->records[holder].name == link->name) {
+    if (holder != NO_BLOCK && m->ns_of[holder] != NS_NONE &&
+        m->records[holder].name == link->name) {
         m->stats.collisions++; /* findable, so its proof is known, and it is another one */
-    } else if (m->records[holder].holders == 0 && m->opt.evict != NULL &&
-               m->opt.evict(m->pool, holder) == TL_OK) {
+        return TL_EBUSY;
+    }
+    if (holder != NO_BLOCK && m->records[holder].holders == 0 && m->opt.evict != NULL &&
+        m->opt.evict(m->pool, holder) == TL_OK) {
         m->records[holder].name = 0;
         return TL_OK;
-    } else {
-        m->stats.unproven++;
     }
+    m->stats.unproven++;
     return TL_EBUSY;
 }
 
