@@ -234,6 +234,22 @@ def test_an_empty_prompt_and_a_file_that_is_no_text(model, tmp_path, capsys) -> 
     assert "not UTF-8" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_a_text_that_is_not_utf_8_is_one_line(model, option: str) -> None:
+    done = subprocess.run(
+        [*command("generate", "--model", model, "--max-tokens=1", option), b"a\xffb"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert one_line(done.stderr).endswith(f"{option}: the text is not UTF-8 (character 2)")
+
+
+def test_an_empty_path_is_called_empty(capsys) -> None:
+    for option in ("--model", "--prompts"):
+        assert main(["generate", option, ""]) == 2
+        assert f"{option} is empty" in one_line(capsys.readouterr().err)
+
+
 def test_a_pool_too_small_says_how_many_blocks_it_takes(model, capsys) -> None:
     tokens = len(load(Path(model)).tokenizer.chat("hello"))
     args = ["generate", "--json", "--model", model, "--system", "", "--prompt", "hello"]
@@ -321,6 +337,27 @@ def test_a_full_disk_is_one_line(model, form) -> None:
     assert done.returncode == 2
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("form", ["text", "json", "config"])
+def test_a_closed_stdout_is_one_line(model, form) -> None:
+    args = command("generate", "--model", model, "--prompt", "x", "--max-tokens", "2")
+    args = command("config", "--version") if form == "config" else args
+    args += ["--json"] if form == "json" else []
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *args]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert one_line(done.stderr).endswith("stdout is closed")
+
+
+def test_a_closed_stdin_is_one_line(model) -> None:
+    args = command("generate", "--model", model, "--prompts", "-")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *args],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert one_line(done.stderr).endswith("--prompts -: stdin is closed")
 
 
 def test_ctrl_c_tells_what_was_done(model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def test_tables_fold_cells_but_never_a_name() -> None:
     lines = out.getvalue().splitlines()
     assert any(name in line for line in lines)
     assert max(map(len, lines)) <= 120
+
+
+def test_a_closed_stdout_is_one_line() -> None:
+    ol = [sys.executable, "-m", "kvpool.workbench", "tests", "rt.04"]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *ol]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert done.stderr == "ol: stdout is closed\n"
 
 
 def test_the_workbench_imports_nothing_else_of_the_package() -> None:

@@ -51,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     name = f"kvpool {args.command}"
+    if sys.stdout is None:
+        return _fail(name, "stdout is closed", EXIT_USAGE)
     try:
         code: int = args.run(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk or a closed pipe shows here, while it can be told
+        sys.stdout.flush()  # a full disk or a closed pipe shows here, while it can be told
         return code
     except BrokenPipeError:
         _silence_stdout()
@@ -76,5 +77,5 @@ def _fail(name: str, message: str, code: int) -> int:
 
 def _silence_stdout() -> None:
     """Nothing can be written any more: keep the interpreter from trying once more at its exit."""
-    with contextlib.suppress(AttributeError, OSError):  # there is no stdout, or no file behind it
+    with contextlib.suppress(AttributeError, OSError):  # there is no file behind it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

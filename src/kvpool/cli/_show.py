@@ -45,8 +45,7 @@ class Show(Protocol):
 @contextmanager
 def make_show(as_json: bool) -> Iterator[Show]:
     """The right :class:`Show` for this output."""
-    if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     yield _Json() if as_json else _Text()
 
 

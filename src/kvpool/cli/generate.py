@@ -147,6 +147,9 @@ class Run:
 
 def run(args: argparse.Namespace) -> int:
     """Loads the model, answers the prompts, shows the sums. Returns the exit code."""
+    if args.model == "":
+        raise InvalidArgument("--model is empty: it takes the path of a GGUF file")
+    _check_text("--system", args.system)
     texts = _prompt_texts(args)
     from ._show import make_show
 
@@ -168,12 +171,28 @@ def run(args: argparse.Namespace) -> int:
     return 130 if state.interrupted else 0
 
 
+def _check_text(option: str, text: str) -> None:
+    """Python hands over the bytes of an argument that are not UTF-8 as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{option}: the text is not UTF-8 (character {error.start + 1})"
+        ) from error
+
+
 def _prompt_texts(args: argparse.Namespace) -> list[str]:
     if args.prompts is None:
         texts = args.prompt if args.prompt is not None else list(PROMPTS)
-        if not all(text.strip() for text in texts):
-            raise InvalidArgument("--prompt: the text is empty")
+        for text in texts:
+            if not text.strip():
+                raise InvalidArgument("--prompt: the text is empty")
+            _check_text("--prompt", text)
         return list(texts)
+    if args.prompts == "":
+        raise InvalidArgument("--prompts is empty: it takes the path of a file, or -")
+    if args.prompts == "-" and sys.stdin is None:
+        raise KvPoolError("--prompts -: stdin is closed")
     try:
         data = sys.stdin.buffer.read() if args.prompts == "-" else Path(args.prompts).read_bytes()
         lines = data.decode("utf-8").splitlines()

@@ -287,6 +287,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as end:  # argparse has said why
         return EXIT_OK if end.code in (0, None) else EXIT_USAGE
+    if sys.stdout is None:
+        print("ol: stdout is closed", file=sys.stderr)
+        return EXIT_TROUBLE
     screen = Screen(as_json=args.json)
     try:
         run: Callable[[argparse.Namespace, Screen], int] = args.run
