@@ -120,7 +120,7 @@ BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle 
         raise_type("pool: expected a Pool, found %.100R (%s)", pool.ptr(),
                    Py_TYPE(pool.ptr())->tp_name);
     }
-    tl_kv_mgr_options options = {0, 0, tl_kv_evict};
+    tl_kv_mgr_options options = {0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs};
     if (!PyUnicode_Check(prefix_cache.ptr())) {
         raise_type("prefix_cache: expected 'hash' or 'none', found %.100R (%s)", prefix_cache.ptr(),
                    Py_TYPE(prefix_cache.ptr())->tp_name);
@@ -490,15 +490,17 @@ nb::object BlockManager::import_sequence(nb::handle buffer, nb::handle tokens_ar
     tokens.own(); // the GIL is given up below, whatever their number
     Buffer in(buffer, "buffer");
     const auto *envelope = static_cast<const uint8_t *>(in.data());
+    // The bytes are the caller's, who may change them meanwhile. Sizes come from the length alone;
+    // the header's count only says who tells what is wrong.
     const size_t record = 12 + core_->block_bytes();
-    const size_t n = in.size() < 32 ? 0 : le32(envelope + 8);
-    const bool ours = in.size() >= 32 && (in.size() - 32) / record == n &&
-                      (in.size() - 32) % record == 0; // else import refuses it, and says why
+    const size_t n = in.size() < 32 ? 0 : (in.size() - 32) / record;
     const size_t n_full = tokens.size() / core_->block_tokens();
     std::unique_ptr<uint64_t[]> names(new uint64_t[n_full]);
     std::unique_ptr<uint32_t[]> ids(new uint32_t[std::min<size_t>(n, core_->cfg().n_blocks)]);
     tl_kv_seq handle = 0;
     core_->run(Work::bulk, [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
+        const bool ours = in.size() >= 32 && (in.size() - 32) % record == 0 &&
+                          le32(envelope + 8) == n; // else import refuses it, and says why
         if (ours) {
             tl_status st = tl_kv_block_hashes(root, tokens.data(), tokens.size(),
                                               core_->block_tokens(), names.get());
@@ -513,8 +515,9 @@ nb::object BlockManager::import_sequence(nb::handle buffer, nb::handle tokens_ar
         if (st != TL_OK) {
             return st;
         }
-        st = tl_kv_mgr_adopt(m, tokens.data(), tokens.size(), root, ids.get(), &handle);
-        if (st != TL_OK) { // no memory: the tokens are those of the blocks
+        st = ours ? tl_kv_mgr_adopt(m, tokens.data(), tokens.size(), root, ids.get(), &handle)
+                  : fail(TL_EFORMAT, "import_sequence: the envelope changed while it was read");
+        if (st != TL_OK) { // no memory; or the bytes changed, and are not those of the tokens
             (void)tl_kv_unref_many(p, ids.get(), n);
         }
         return st;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -242,3 +243,43 @@ def test_long_work_releases_the_gil(name: str) -> None:
     assert max(progress) > 1, progress
     mgr.free([seq, *forks])
     mgr.check()
+
+
+def test_an_envelope_may_change_while_its_import_waits() -> None:
+    """The count in the header is small when import_sequence starts, and grows before it is done."""
+    code = """
+import struct, threading, time
+import numpy as np, kvpool
+
+pool = kvpool.Pool(8192, block_tokens=16, n_layers=4, n_kv_heads=1, head_dim=64)  # 128 MiB
+mgr = kvpool.BlockManager(pool)
+ids = pool.alloc(2000)
+pool.set_fill(ids, 16)
+envelope = bytearray(pool.export(ids))
+pool.unref(ids)
+busy = pool.alloc(6000)
+out = bytearray(pool.export_bytes(6000))
+tokens = np.zeros(2000 * 16, np.uint32)
+for first in (1, 0, 2**32 - 1, 1):
+    struct.pack_into("<I", envelope, 8, first)
+
+    def imports():
+        try:
+            mgr.import_sequence(envelope, tokens).free()
+        except kvpool.CorruptEnvelope:
+            pass
+        [bytearray(n) for n in range(32, 1 << 17, 97)]  # a broken heap is found here
+
+    threads = [threading.Thread(target=pool.export_into, args=(busy, out)),
+               threading.Thread(target=imports)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    struct.pack_into("<I", envelope, 8, 2000)
+    for thread in threads:
+        thread.join()
+    mgr.check()
+    assert pool.stats.used == 6000, pool.stats
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
