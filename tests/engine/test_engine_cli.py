@@ -432,15 +432,21 @@ def test_config_without_the_files_says_so(monkeypatch, capsys, tmp_path) -> None
     monkeypatch.setattr(config, "get_include", lambda: str(tmp_path))
     monkeypatch.setattr(config, "get_library", no_library)
     for flag, text in (("--include", "no C headers"), ("--library", "no libtinyllm")):
-        assert main(["config", flag]) == 2
-        assert text in one_line(capsys.readouterr().err)
+        assert main(["config", "--version", flag]) == 2
+        shown = capsys.readouterr()
+        assert text in one_line(shown.err)
+        assert shown.out == ""
 
 
-def test_config_asks_for_exactly_one_thing(capsys) -> None:
-    for args in ([], ["--include", "--library"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(["config", *args])
-        assert one_line(capsys.readouterr().err)
+def test_config_prints_several_things_in_one_order_and_all_by_default(capsys) -> None:
+    include, library, version = kvpool.get_include(), kvpool.get_library(), kvpool.__version__
+    for args, lines in (
+        ([], [include, library, version]),
+        (["--library", "--include"], [include, library]),
+        (["--version", "--include"], [include, version]),
+    ):
+        assert main(["config", *args]) == 0
+        assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_no_command_is_a_mistake_and_help_is_none(capsys) -> None:
