@@ -39,14 +39,43 @@ def test_a_file_cut_anywhere(tmp_path) -> None:
     path = tmp_path / "cut.gguf"
     for length in [4, 8, 20, 24, *range(25, len(whole), len(whole) // 40), len(whole) - 64]:
         path.write_bytes(whole[:length])
-        assert problem(path).startswith("truncated or damaged GGUF file"), length
+        assert problem(path) == damaged(length), length
+
+
+def damaged(n_bytes: int) -> str:
+    """The whole text: nothing in it is NumPy's."""
+    return f"truncated or not a GGUF file: its {n_bytes:,} bytes are not what its header announces"
 
 
 def test_noise_after_the_magic_is_refused(tmp_path) -> None:
     random, path = np.random.default_rng(0), tmp_path / "noise.gguf"
-    for version in (2, 3, 77):
-        path.write_bytes(b"GGUF" + version.to_bytes(4, "little") + random.bytes(2000))
-        problem(path)
+    for order in ("little", "big"):
+        for version in (2, 3):
+            path.write_bytes(b"GGUF" + version.to_bytes(4, order) + random.bytes(2000))
+            assert problem(path) == damaged(2008)
+    path.write_bytes(b"GGUF" + (77).to_bytes(4, "little") + random.bytes(2000))
+    assert problem(path) == "GGUF version 77; this engine reads versions 2 and 3"
+
+
+def test_a_header_with_hostile_numbers_is_refused_in_one_text(tmp_path, recwarn) -> None:
+    whole = TinyLlama(n_layers=1).write(tmp_path / "whole.gguf").read_bytes()
+    path, end = tmp_path / "hostile.gguf", whole.index(b"tokenizer.ggml.tokens")
+    for offset in range(8, end, 4):
+        for number in (bytes(8), b"\xff" * 8):
+            path.write_bytes(whole[:offset] + number + whole[offset + 8 :])
+            try:
+                load(path)
+            except ModelFileError as error:
+                text = str(error)
+                for foreign in ("out of bounds", "dtype", "not a valid", "codec", "index"):
+                    assert foreign not in text
+    assert not recwarn.list
+
+
+def test_a_damaged_text_in_the_metadata_is_called_damaged(tmp_path) -> None:
+    whole = TinyLlama(n_layers=1).write(tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "text.gguf").write_bytes(whole.replace(b"\0llama", b"\0l\xffama", 1))
+    assert problem(tmp_path / "text.gguf") == "the metadata key 'general.architecture' is damaged"
 
 
 EXTRA = {

@@ -155,7 +155,7 @@ class ModelFile:
         try:
             value = field.contents()
         except (ValueError, IndexError, TypeError) as error:  # a damaged string or array
-            raise self.error(f"the metadata key {key!r} cannot be read ({error})") from error
+            raise self.error(f"the metadata key {key!r} is damaged") from error
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -252,14 +252,22 @@ class ModelFile:
 def _open(path: Path) -> gguf.GGUFReader:
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            magic, version = file.read(4), file.read(4)
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror or error}") from error
     if magic != b"GGUF":
         raise ModelFileError(f"{path}: not a GGUF file (it starts with {magic!r})")
+    number = int.from_bytes(version, "big" if version[:1] == b"\0" else "little")
+    if len(version) == 4 and number not in (2, 3):
+        raise ModelFileError(f"{path}: GGUF version {number}; this engine reads versions 2 and 3")
     try:
-        return gguf.GGUFReader(path)
+        with np.errstate(all="ignore"):  # sums of a damaged file's numbers
+            return gguf.GGUFReader(path)
     # The reader has no error of its own: a damaged file ends in whatever NumPy, struct or an enum
-    # raise for the first number that makes no sense (IndexError, ValueError, KeyError, ...).
+    # raise for the first number that makes no sense (IndexError, ValueError, KeyError, ...), and in
+    # their words.
     except Exception as error:
-        raise ModelFileError(f"{path}: truncated or damaged GGUF file ({error})") from error
+        raise ModelFileError(
+            f"{path}: truncated or not a GGUF file: its {path.stat().st_size:,} bytes are not what "
+            "its header announces"
+        ) from error
