@@ -31,7 +31,7 @@ class Seq:
 class Model:
     def __init__(self, n_blocks: int, block_tokens: int, watermark: int, caching: bool) -> None:
         self.B, self.watermark, self.caching = block_tokens, watermark, caching
-        self.free = n_blocks
+        self.n_blocks = self.free = n_blocks
         self.cached: list[Block] = []  # the next to be evicted first
         self.held: set[Block] = set()
         self.index: dict[tuple[int, int, tuple[int, ...]], Block] = {}
@@ -117,6 +117,8 @@ class Model:
     def can_allocate(
         self, tokens: list[int], root: int, max_cached: int | None, last: bool
     ) -> tuple[bool, int, int]:
+        if self.n_blocks_of(len(tokens)) > self.n_blocks:  # refused unread
+            return False, 0, self.n_blocks_of(len(tokens))
         hits = self.hits(tokens, root, max_cached, last)
         new = self.n_blocks_of(len(tokens)) - len(hits)
         leaving = sum(block.holders == 0 for block in hits)
