@@ -124,7 +124,7 @@ class Busy(KvPoolError):
 
 
 class Unsupported(KvPoolError):
-    """Well formed, but not in this version (TL_EUNSUPPORTED)."""
+    """Well formed, but not in this version; or a pool in a fork child (TL_EUNSUPPORTED)."""
 
 
 class StorageError(KvPoolError, OSError):
