@@ -116,6 +116,10 @@ void ManagerCore::release_pins(bool all, const uint64_t *root) noexcept {
 BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle watermark,
                            nb::handle events) {
     Pool *p;
+    if (nb::isinstance<Pool>(pool) && !nb::inst_ready(pool)) {
+        raise_type("pool: the Pool was never initialised: its class has an __init__ that does not "
+                   "call Pool.__init__");
+    }
     if (!nb::try_cast(pool, p) || p == nullptr) {
         raise_type("pool: expected a Pool, found %.100R (%s)", pool.ptr(),
                    Py_TYPE(pool.ptr())->tp_name);
@@ -159,7 +163,7 @@ nb::object BlockManager::pool() {
 
 Tokens::Tokens(nb::handle value) {
 #ifndef Py_GIL_DISABLED
-    if (PyArray_Check(value.ptr())) {
+    if (PyArray_CheckExact(value.ptr())) {
         auto *a = reinterpret_cast<PyArrayObject *>(value.ptr());
         if (PyArray_NDIM(a) == 1 && PyArray_TYPE(a) == NPY_UINT32 && PyArray_ISCARRAY_RO(a)) {
             data_ = static_cast<const uint32_t *>(PyArray_DATA(a));
@@ -417,8 +421,9 @@ nb::object BlockManager::import_(nb::handle buffer) {
     const size_t n = in.size() < 32 ? 0 : (in.size() - 32) / (core_->block_bytes() + 12);
     nb::object ids = new_array(std::min<size_t>(n, core_->cfg().n_blocks), NPY_UINT32);
     uint32_t *out = array_data<uint32_t>(ids);
-    core_->run(bytes_work(in.size()), [&](tl_kv_mgr *m, tl_kv_pool *) {
-        return tl_kv_mgr_import(m, in.data(), in.size(), out);
+    core_->run(bytes_work(in.size()), [&](tl_kv_mgr *m, tl_kv_pool *p) {
+        const tl_status st = outside_slab(p, core_->slab_bytes(), in.data(), in.size(), "import_");
+        return st != TL_OK ? st : tl_kv_mgr_import(m, in.data(), in.size(), out);
     });
     return ids;
 }
@@ -499,11 +504,16 @@ nb::object BlockManager::import_sequence(nb::handle buffer, nb::handle tokens_ar
     std::unique_ptr<uint32_t[]> ids(new uint32_t[std::min<size_t>(n, core_->cfg().n_blocks)]);
     tl_kv_seq handle = 0;
     core_->run(Work::bulk, [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
+        tl_status st =
+            outside_slab(p, core_->slab_bytes(), in.data(), in.size(), "import_sequence");
+        if (st != TL_OK) {
+            return st;
+        }
         const bool ours = in.size() >= 32 && (in.size() - 32) % record == 0 &&
                           le32(envelope + 8) == n; // else import refuses it, and says why
         if (ours) {
-            tl_status st = tl_kv_block_hashes(root, tokens.data(), tokens.size(),
-                                              core_->block_tokens(), names.get());
+            st = tl_kv_block_hashes(root, tokens.data(), tokens.size(), core_->block_tokens(),
+                                    names.get());
             if (st == TL_OK) {
                 st = check_envelope(*core_, envelope, n, tokens, names.get());
             }
@@ -511,7 +521,7 @@ nb::object BlockManager::import_sequence(nb::handle buffer, nb::handle tokens_ar
                 return st;
             }
         }
-        tl_status st = tl_kv_mgr_import(m, envelope, in.size(), ids.get());
+        st = tl_kv_mgr_import(m, envelope, in.size(), ids.get());
         if (st != TL_OK) {
             return st;
         }
@@ -770,7 +780,11 @@ void bind_manager(nb::module_ &m) {
             "__exit__", [](BlockManager &b, nb::args) { b.close(); },
             nb::sig("def __exit__(self, *exc_info: object) -> None"))
         .def(
-            "__repr__", [](nb::handle self) { return nb::cast<BlockManager &>(self).repr(self); },
+            "__repr__",
+            [](nb::handle self) {
+                return nb::inst_ready(self) ? nb::inst_ptr<BlockManager>(self)->repr(self)
+                                            : not_ready_repr(self);
+            },
             nb::sig("def __repr__(self) -> str"))
         .def(
             "__reduce_ex__", [](BlockManager &, nb::handle) { refuse_copy("pickled"); },

@@ -71,6 +71,9 @@ class ManagerCore {
     size_t block_bytes() const {
         return block_bytes_;
     }
+    size_t slab_bytes() const {
+        return cfg_.n_blocks * block_bytes_;
+    }
     size_t blocks_for(size_t n_tokens) const {
         return n_tokens / cfg_.block_tokens + (n_tokens % cfg_.block_tokens != 0);
     }

@@ -402,8 +402,10 @@ nb::object Pool::import_(nb::handle buffer) {
     size_t n = in.size() < 32 ? 0 : (in.size() - 32) / (block_bytes_ + 12);
     nb::object ids = new_array(std::min<size_t>(n, cfg_.n_blocks), NPY_UINT32);
     uint32_t *out = array_data<uint32_t>(ids);
-    run(bytes_work(in.size()),
-        [&](tl_kv_pool *p) { return tl_kv_import(p, in.data(), in.size(), out); });
+    run(bytes_work(in.size()), [&](tl_kv_pool *p) {
+        const tl_status st = outside_slab(p, slab_bytes(), in.data(), in.size(), "import_");
+        return st != TL_OK ? st : tl_kv_import(p, in.data(), in.size(), out);
+    });
     return ids;
 }
 
@@ -544,7 +546,11 @@ void bind_pool(nb::module_ &m) {
             "__exit__", [](Pool &p, nb::args) { p.close(); },
             nb::sig("def __exit__(self, *exc_info: object) -> None"))
         .def(
-            "__repr__", [](nb::handle self) { return nb::cast<Pool &>(self).repr(self); },
+            "__repr__",
+            [](nb::handle self) {
+                return nb::inst_ready(self) ? nb::inst_ptr<Pool>(self)->repr(self)
+                                            : not_ready_repr(self);
+            },
             nb::sig("def __repr__(self) -> str"))
         .def(
             "__reduce_ex__", [](Pool &, nb::handle) { refuse_copy("pickled"); },

@@ -47,6 +47,9 @@ class Pool {
     size_t block_bytes() const {
         return block_bytes_;
     }
+    size_t slab_bytes() const {
+        return cfg_.n_blocks * block_bytes_;
+    }
     size_t meta_bytes() const {
         return meta_bytes_;
     }

@@ -1,6 +1,7 @@
 // What every class of the module needs to call the library and to make its results.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 
 #include <nanobind/nanobind.h>
@@ -48,11 +49,30 @@ template <class... Args> tl_status fail(tl_status status, const char *format, Ar
     return status;
 }
 
+// Fails when a buffer shares bytes with the pool's own slab: blocks would be copied over
+// themselves, or an envelope be overwritten while it is read. Under the mutex.
+inline tl_status outside_slab(tl_kv_pool *pool, size_t slab_bytes, const void *buffer, size_t size,
+                              const char *call) {
+    const auto at = reinterpret_cast<uintptr_t>(buffer);
+    const auto slab = reinterpret_cast<uintptr_t>(tl_kv_block_ptr(pool, 0, 0, 0));
+    if (size == 0 || at >= slab + slab_bytes || slab >= at + size) {
+        return TL_OK;
+    }
+    return fail(TL_EINVAL, "%s: buffer: expected memory outside the pool, found a part of its slab",
+                call);
+}
+
 inline nb::object checked(PyObject *o) {
     if (o == nullptr) {
         throw nb::python_error();
     }
     return nb::steal(o);
+}
+
+// For an object whose class has an __init__ that never called ours.
+inline nb::object not_ready_repr(nb::handle self) {
+    return checked(
+        PyUnicode_FromFormat("<%s that was never initialised>", Py_TYPE(self.ptr())->tp_name));
 }
 
 inline nb::object int_object(uint64_t x) {

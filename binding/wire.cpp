@@ -90,7 +90,11 @@ size_t export_into(Pool &pool, nb::handle ids, nb::handle buffer) {
     }
     size_t written = 0;
     run(pool, bytes_work(envelope.size()), [&](tl_kv_pool *p) {
-        return tl_kv_export(p, envelope.ids(), envelope.n(), out.data(), out.size(), &written);
+        const tl_status st =
+            outside_slab(p, pool.slab_bytes(), out.data(), out.size(), "export_into");
+        return st != TL_OK ? st
+                           : tl_kv_export(p, envelope.ids(), envelope.n(), out.data(), out.size(),
+                                          &written);
     });
     return written;
 }

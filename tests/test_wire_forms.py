@@ -132,3 +132,28 @@ def test_two_threads_on_one_iterator_get_each_part_once_or_an_error() -> None:
         _, parts, refused = shared
         assert sum(map(len, parts)) == len(whole)
         assert all("another thread" in text for text in refused)
+
+
+def test_a_part_of_the_own_slab_is_no_buffer(pool: kvpool.Pool, ids: np.ndarray) -> None:
+    envelope = pool.export(ids[:2])
+    raw = pool.slab.reshape(-1).view(np.uint8)
+    tail = raw[-len(envelope) :]
+    tail[:] = np.frombuffer(envelope, np.uint8)
+    before, stats = raw.tobytes(), pool.stats
+    mgr = kvpool.BlockManager(pool)
+    calls = {
+        "export_into": [
+            lambda: pool.export_into(ids, raw),
+            lambda: pool.export_into([], raw[-32:]),
+        ],
+        "import_": [lambda: pool.import_(tail), lambda: mgr.import_(tail)],
+        "import_sequence": [lambda: mgr.import_sequence(tail, range(32))],
+    }
+    for name, some in calls.items():
+        for call in some:
+            with pytest.raises(kvpool.InvalidArgument, match=f"^{name}: buffer: expected memory"):
+                call()
+    assert (raw.tobytes(), pool.stats) == (before, stats)
+    other = kvpool.Pool(8, block_tokens=16, n_layers=2, n_kv_heads=2, head_dim=8)
+    assert other.import_(tail).tolist() == [0, 1]  # another pool's slab is memory like any
+    assert pool.export_into(ids[:1], other.slab) == pool.export_bytes(1)
