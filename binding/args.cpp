@@ -27,6 +27,26 @@ bool is_bool(nb::handle value) {
     return PyBool_Check(value.ptr()) || PyArray_IsScalar(value.ptr(), Bool);
 }
 
+// A NumPy array with a mask: what is masked is no value, and __index__ and the buffer do not tell.
+bool is_masked(nb::handle value) {
+    return PyArray_Check(value.ptr()) && !PyArray_CheckExact(value.ptr()) &&
+           nb::isinstance(value, nb::module_::import_("numpy.ma").attr("MaskedArray"));
+}
+
+// Bytes without a type: a memoryview of bytes, an mmap. array.array and ctypes say what they hold.
+bool is_untyped(nb::handle value) {
+    Py_buffer view;
+    if (nb::hasattr(value, "typecode") ||
+        PyObject_GetBuffer(value.ptr(), &view, PyBUF_FULL_RO) < 0) {
+        PyErr_Clear(); // read as an array, it says what is wrong
+        return false;
+    }
+    const bool untyped = view.format == nullptr || std::strcmp(view.format, "B") == 0 ||
+                         std::strcmp(view.format, "c") == 0;
+    PyBuffer_Release(&view);
+    return untyped;
+}
+
 // Objects that hold an array without being one. Text and bytes are buffers too, but never ids.
 bool converts_to_array(nb::handle value) {
     PyObject *o = value.ptr();
@@ -34,8 +54,8 @@ bool converts_to_array(nb::handle value) {
         PyArray_IsScalar(o, Generic)) {
         return false;
     }
-    return PyObject_CheckBuffer(o) || nb::hasattr(value, "__array__") ||
-           nb::hasattr(value, "__array_interface__");
+    return nb::hasattr(value, "__array__") || nb::hasattr(value, "__array_interface__") ||
+           (PyObject_CheckBuffer(o) && !is_untyped(value));
 }
 
 // The value of a Python int. 1: in *out; 0: outside of uint64_t.
@@ -118,7 +138,7 @@ template <class T> T Ints<T>::item_value(nb::handle item, Py_ssize_t position) {
         }
         return static_cast<T>(x);
     }
-    if (is_bool(item) || !PyIndex_Check(o)) {
+    if (is_bool(item) || !PyIndex_Check(o) || is_masked(item)) {
         bad_type(item, position);
     }
     nb::object index = nb::steal(PyNumber_Index(o));
@@ -163,8 +183,10 @@ void Ints<T>::read_items(GetItem item, GetSize count) {
 
 template <class T> void Ints<T>::read_range(nb::handle range) {
     Py_ssize_t n = PyObject_Size(range.ptr());
-    if (n < 0) {
-        throw nb::python_error();
+    if (n < 0) { // OverflowError, the only way in which a range has no size
+        nb::python_error cause;
+        raise_value_from(cause, "%s: expected fewer integers than memory can hold, found %.100R",
+                         name_, range.ptr());
     }
     if (n == 0) {
         return;
@@ -173,12 +195,12 @@ template <class T> void Ints<T>::read_range(nb::handle range) {
     nb::object first = range[0], last = range[n - 1], step = range.attr("step");
     uint64_t x = item_value(first, 0);
     item_value(last, n - 1);
-    long long d = n == 1 ? 0 : PyLong_AsLongLong(step.ptr());
-    if (d == -1 && PyErr_Occurred()) {
+    const uint64_t d = PyLong_AsUnsignedLongLongMask(step.ptr()); // as x, it may wrap around
+    if (d == UINT64_MAX && PyErr_Occurred()) {
         throw nb::python_error();
     }
     T *out = grow(static_cast<size_t>(n));
-    for (Py_ssize_t i = 0; i < n; i++, x += static_cast<uint64_t>(d)) {
+    for (Py_ssize_t i = 0; i < n; i++, x += d) {
         out[i] = static_cast<T>(x);
     }
     size_ = static_cast<size_t>(n);
@@ -272,6 +294,10 @@ Ints<T>::Ints(nb::handle value, const char *name, Form form) : name_(name), form
                             kind_of(value));
         }
         o = converted.ptr();
+    }
+    if (is_masked(o)) {
+        raise_type("%s: expected integers, found a masked array; fill it or compress it first",
+                   name);
     }
     if (PyArray_Check(o) && PyArray_NDIM(reinterpret_cast<PyArrayObject *>(o)) > 0) {
         if (form == Form::scalar) {

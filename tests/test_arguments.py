@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import array
 import ctypes
+import mmap
+import pickle
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -297,3 +299,73 @@ def test_arguments_have_names(pool: kvpool.Pool) -> None:
     assert pool.export_bytes(n=1) == 60
     assert pool.import_(buffer=pool.export(ids=[0])).shape == (1,)
     assert pool.block(id=0).shape == (1, 2, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "bytes_like",
+    [
+        memoryview(b"\x01\x02"),
+        memoryview(bytearray(2)),
+        memoryview(b"\x01\x02").cast("c"),
+        mmap.mmap(-1, 2),
+        pickle.PickleBuffer(b"\x01\x02"),
+    ],
+)
+def test_views_of_bytes_are_refused_like_bytes(held: kvpool.Pool, bytes_like: object) -> None:
+    for call in (held.ref, held.export, held.lookup, kvpool.block_hashes):
+        with pytest.raises(kvpool.ArgumentTypeError, match=r"^(ids|hashes|tokens): expected"):
+            call(bytes_like)
+    assert held.refs(range(8)).tolist() == [1] * 8
+
+
+def test_typed_views_of_bytes_are_rows(held: kvpool.Pool) -> None:
+    for row in (memoryview(bytes(8)).cast("I"), array.array("B", [0, 0]), (ctypes.c_uint8 * 2)()):
+        held.ref(row)
+    assert held.refs(0) == 7
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64])
+def test_masked_arrays_are_refused(held: kvpool.Pool, dtype: type) -> None:
+    masked = np.ma.array([1, 2], dtype=dtype, mask=[False, True])
+
+    class Holder:
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            return masked
+
+    mgr = kvpool.BlockManager(held)
+    for row in (masked, masked[:1], np.ma.array(1, dtype=dtype), Holder(), [masked[1]]):
+        for call in (held.ref, held.unref, held.lookup, mgr.allocate, mgr.can_allocate):
+            with pytest.raises(kvpool.ArgumentTypeError):
+                call(row)
+    for item in (np.ma.array(1, dtype=dtype, mask=True), np.ma.masked):
+        for argument in (item, [item]):
+            with pytest.raises(kvpool.ArgumentTypeError):
+                held.ref(argument)
+    assert held.refs(range(8)).tolist() == [1] * 8
+
+
+def test_ranges_beyond_64_bits(held: kvpool.Pool) -> None:
+    for row in (range(2**63), range(10**30), range(0, 2**64, 1), range(0, -(2**70), -1)):
+        with pytest.raises(kvpool.InvalidArgument, match="ids: expected fewer integers"):
+            held.ref(row)
+        with pytest.raises(kvpool.InvalidArgument, match="hashes: expected fewer integers"):
+            held.lookup(row)
+    assert held.lookup(range(0, 2**64 - 1, 2**63 + 1)).tolist() == [-1, -1]
+    assert held.lookup(range(2**64 - 1, 0, -(2**63) - 1)).tolist() == [-1, -1]
+
+
+@pytest.mark.filterwarnings("ignore:nanobind:RuntimeWarning")
+def test_a_manager_of_a_pool_that_was_never_initialised() -> None:
+    class Lazy(kvpool.Pool):
+        def __init__(self) -> None:
+            pass
+
+    class LazyManager(kvpool.BlockManager):
+        def __init__(self) -> None:
+            pass
+
+    for pool in (Lazy(), kvpool.Pool.__new__(kvpool.Pool)):
+        with pytest.raises(kvpool.ArgumentTypeError, match="pool: the Pool was never initialised"):
+            kvpool.BlockManager(pool)
+        assert "never initialised" in repr(pool)
+    assert "never initialised" in repr(LazyManager())
