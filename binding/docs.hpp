@@ -32,7 +32,8 @@ while bulk bytes are copied. The values behind ``block`` and ``slab`` are not lo
 with the only reference to an unregistered block may write it.
 
 ``close`` (or the end of a ``with`` block) ends the pool; views stay valid, and the memory is given
-back with the last of them. A pool cannot be pickled or copied: blocks move as ``export`` bytes.
+back with the last of them. A pool cannot be pickled or copied: blocks move as ``export`` bytes. It
+belongs to the process that made it: in a child of ``os.fork`` every call raises ``Unsupported``.
 
 Raises:
     InvalidArgument: a dimension is 0 or too large, or the slab's size overflows.
@@ -324,7 +325,7 @@ Raises:
     CorruptEnvelope: wrong length, magic, checksum, version, dtype, or an illegal block record.
     ShapeMismatch: block_tokens, n_layers, n_kv_heads or head_dim differ from the pool's.
     PoolFull: fewer blocks are free or cached than it holds.
-    InvalidArgument: the buffer is not contiguous, or no buffer at all.
+    InvalidArgument: the buffer is not contiguous, in the pool's own slab, or no buffer at all.
 
 Source: seed section 2.4; formats/kv-block.md.
 

@@ -12,7 +12,8 @@ alone. The GIL is released for large ones. A new buffer for each export costs mo
 its pages are touched for the first time.
 
 Raises:
-    InvalidArgument: as for ``export``, or the buffer is too small; nothing is written.
+    InvalidArgument: as for ``export``, or the buffer is too small or in the pool's own slab;
+        nothing is written.
     ArgumentTypeError: the buffer is read-only or not contiguous.
 
 Source: seed section 2.4; formats/kv-block.md.

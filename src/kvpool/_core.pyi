@@ -52,7 +52,8 @@ class Pool:
     with the only reference to an unregistered block may write it.
 
     ``close`` (or the end of a ``with`` block) ends the pool; views stay valid, and the memory is given
-    back with the last of them. A pool cannot be pickled or copied: blocks move as ``export`` bytes.
+    back with the last of them. A pool cannot be pickled or copied: blocks move as ``export`` bytes. It
+    belongs to the process that made it: in a child of ``os.fork`` every call raises ``Unsupported``.
 
     Raises:
         InvalidArgument: a dimension is 0 or too large, or the slab's size overflows.
@@ -394,7 +395,7 @@ class Pool:
             CorruptEnvelope: wrong length, magic, checksum, version, dtype, or an illegal block record.
             ShapeMismatch: block_tokens, n_layers, n_kv_heads or head_dim differ from the pool's.
             PoolFull: fewer blocks are free or cached than it holds.
-            InvalidArgument: the buffer is not contiguous, or no buffer at all.
+            InvalidArgument: the buffer is not contiguous, in the pool's own slab, or no buffer at all.
 
         Source: seed section 2.4; formats/kv-block.md.
 
@@ -521,7 +522,8 @@ class Pool:
         its pages are touched for the first time.
 
         Raises:
-            InvalidArgument: as for ``export``, or the buffer is too small; nothing is written.
+            InvalidArgument: as for ``export``, or the buffer is too small or in the pool's own slab;
+                nothing is written.
             ArgumentTypeError: the buffer is read-only or not contiguous.
 
         Source: seed section 2.4; formats/kv-block.md.
