@@ -5,8 +5,9 @@
 Peers are measured when they are installed: ``crc32c``, ``google-crc32c``, ``awscrt`` and
 ``fastcrc`` (ISA-L, which has no Python package, is in the C benchmark). Contestants of one table
 run in turn, round after round, and a ratio is the median of the rounds' ratios: what the machine
-does besides falls on all of them. Times are the thread's own: nothing here uses another thread. ``--c FILE`` takes the JSON of the C benchmark (bench_bytes
---json) along. The JSON is ``{name: {"value": number, "unit": text, "ratio": number, "to": name}}``.
+does besides falls on all of them. Times are the thread's own: nothing here uses another thread.
+``--c FILE`` takes the JSON of the C benchmark (bench_bytes --json) along. The JSON is
+``{name: {"value": number, "unit": text, "ratio": number, "to": name}}``.
 """
 
 from __future__ import annotations
