@@ -45,6 +45,36 @@ def test_a_program_that_hangs_is_killed_with_its_children() -> None:
     assert "no end after 1 s" in done.ending()
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+def test_a_child_that_left_the_group_is_killed_too(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        f"        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "time.sleep(60)"
+    )
+    done = run(python(code), timeout_s=50, on_line=lambda line: line == "ready")
+    assert done.seconds < 4  # it held our pipe
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 def test_a_flood_is_cut() -> None:
     done = run(python("while True: print('x' * 100000)"), timeout_s=60)
     assert done.flooded

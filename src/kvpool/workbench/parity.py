@@ -129,7 +129,7 @@ def _rust_driver(folder: Path, scratch: Path) -> Driver:
         program,
         folder / "driver.rs",
     ]
-    done = run(command, timeout_s=180, merge=True, cwd=scratch)
+    done = run(command, timeout_s=180, merge=True, cwd=scratch, daemons=True)
     if done.code != 0:
         return Driver("Rust", broken=f"rustc: {done.stdout.strip()[:2000] or done.ending()}")
     return Driver("Rust", (str(program),))

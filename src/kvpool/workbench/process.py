@@ -2,7 +2,8 @@
 
 A learner's pool loops for ever, a driver prints without end, a test forks and leaves its child
 behind. Each program runs in a process group of its own that is killed as a whole, and what it
-prints is cut at a limit.
+prints is cut at a limit. Who leaves the group (setsid) is found by a mark in the environment that
+children inherit, where there is a /proc to look in.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,22 +92,25 @@ def run(
     merge: bool = False,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    daemons: bool = False,
     on_line: Callable[[str], bool | None] | None = None,
 ) -> Finished:
     """Runs ``command`` to its end, or to ours.
 
-    ``merge`` sends stderr where stdout goes. ``env`` is added to the environment. ``on_line`` sees
-    each line of stdout as it comes and stops the program by answering True.
+    ``merge`` sends stderr where stdout goes. ``env`` is added to the environment. ``daemons``
+    spares what left the process group: a compiler may start the server of its cache. ``on_line``
+    sees each line of stdout as it comes and stops the program by answering True.
 
     Raises ``OSError`` when the program cannot be started; never for how it ends.
     """
     start = time.monotonic()
+    mark = f"OL_RUN_{uuid.uuid4().hex}"
     process = subprocess.Popen(
         [os.fspath(word) for word in command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if merge else subprocess.PIPE,
-        env=None if env is None else {**os.environ, **env},
+        env={**os.environ, **(env or {}), mark: "1"},
         cwd=cwd,
         start_new_session=True,
     )
@@ -140,6 +145,8 @@ def run(
         timed_out = True
     finally:
         kill()  # whatever is left of its group, also when we are interrupted
+        if not daemons:
+            _kill_marked(f"{mark}=1".encode())
         process.wait()
     for thread in [feeder, *readers]:
         thread.join(timeout=5)
@@ -154,6 +161,19 @@ def run(
         timed_out=timed_out,
         flooded=flooded.is_set(),
     )
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kills our processes with this in their environment, until there are none: they may fork."""
+    for _ in range(100):
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # not ours, or gone
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
 
 
 def _feed(pipe: IO[bytes], data: bytes) -> None:

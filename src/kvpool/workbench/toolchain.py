@@ -76,7 +76,7 @@ class Toolchain:
             if (warnings := self.cache.get(key, out)) is not None:
                 return warnings
         command = [*words, *paths, "-c", str(source), "-o", str(out)]
-        done = run(command, timeout_s=_COMPILE_LIMIT_S, merge=True)
+        done = run(command, timeout_s=_COMPILE_LIMIT_S, merge=True, daemons=True)
         if done.code != 0:
             raise BuildError(f"compiling {source.name}", done.stdout or done.ending())
         if self.cache is not None:
@@ -104,7 +104,7 @@ class Toolchain:
         if ar is None:
             raise Trouble("there is no `ar` to make a library with", _install_hint("binutils"))
         out.unlink(missing_ok=True)
-        done = run([ar, "rcs", out, *objects], timeout_s=_COMPILE_LIMIT_S, merge=True)
+        done = run([ar, "rcs", out, *objects], timeout_s=_COMPILE_LIMIT_S, merge=True, daemons=True)
         if done.code != 0:
             raise BuildError(f"archiving {out.name}", done.stdout)
         return out
@@ -112,7 +112,7 @@ class Toolchain:
     def link(self, objects: Sequence[Path], out: Path, flags: Sequence[str] = ()) -> Path:
         """Links a program. Raises :class:`BuildError`."""
         command = [*self.cc, *self.flags, *flags, *map(str, objects), "-o", str(out), "-lm"]
-        done = run([*command, "-lpthread"], timeout_s=_COMPILE_LIMIT_S, merge=True)
+        done = run([*command, "-lpthread"], timeout_s=_COMPILE_LIMIT_S, merge=True, daemons=True)
         if done.code != 0:
             raise BuildError(f"linking {out.name}", done.stdout or done.ending())
         return out
@@ -135,7 +135,7 @@ def find_toolchain(scratch: Path, *, sanitize: bool = True, cache: Path | None =
     else:
         looked = f"CC says {asked!r}, but" if asked else "looked for cc, gcc and clang:"
         raise Trouble(f"{looked} there is no C compiler here", _install_hint("gcc"))
-    version = run([*words, "--version"], timeout_s=30, merge=True).stdout
+    version = run([*words, "--version"], timeout_s=30, merge=True, daemons=True).stdout
     kept = None if cache is None else ObjectCache(cache)
     chain = Toolchain(tuple(words), sanitize=False, version=version, cache=kept)
     _try(chain, scratch, f"{name} cannot build a program", _install_hint("libc6-dev"))
