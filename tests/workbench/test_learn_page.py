@@ -23,3 +23,8 @@ def test_the_page_names_every_command_of_the_chapter() -> None:
     for command in ("start", "tests", "tdd red", "tdd green", "check", "diff"):
         assert re.search(rf"ol {command} rt\.04", text), command
     assert "ol parity kv.wire.v1" in text
+    assert "the reference's own drivers: no workspace here" in " ".join(text.split())
+
+
+def test_the_page_counts_no_lines_of_code() -> None:
+    assert not re.search(r"\d+ lines", PAGE.read_text())
