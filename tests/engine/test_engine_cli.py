@@ -350,6 +350,18 @@ def test_a_closed_stdout_is_one_line(model, form) -> None:
     assert one_line(done.stderr).endswith("stdout is closed")
 
 
+def test_a_closed_stderr_sends_nothing_to_stdout(model) -> None:
+    for path, code in ((model, 0), ("no-such-file", 2)):
+        args = command("generate", "--model", path, "--prompt", "x", "--max-tokens", "2")
+        done = subprocess.run(
+            ["sh", "-c", 'exec "$@" 2>&-', "sh", *args],
+            stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == code
+        assert "loading" not in done.stdout
+        assert "no-such-file" not in done.stdout
+
+
 def test_a_closed_stdin_is_one_line(model) -> None:
     args = command("generate", "--model", model, "--prompts", "-")
     done = subprocess.run(

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(name: str, message: str, code: int) -> int:
-    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+    if sys.stderr is not None:  # print would turn to stdout
+        print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

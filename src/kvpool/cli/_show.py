@@ -54,7 +54,7 @@ def _progress(name: str, quiet: bool) -> Iterator[OnProgress]:
     """A bar on stderr if that is a terminal, else one line, or nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        if not quiet:
+        if not quiet and sys.stderr is not None:
             print(f"loading {name} ...", file=sys.stderr, flush=True)
         yield lambda done, total: None
         return
@@ -113,7 +113,7 @@ class _Text:
         self._write("\n")
 
     def summary(self, run: Run, tokenizer: Tokenizer) -> None:
-        if run.interrupted:
+        if run.interrupted and sys.stderr is not None:
             done = sum(request.done for request in run.started)
             print(
                 f"kvpool generate: interrupted; {done} of {len(run.requests)} prompts answered, "
