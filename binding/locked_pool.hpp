@@ -166,6 +166,15 @@ class LockedPool {
         mgr = nullptr;
     }
 
+    // A share of the memory for whoever looks at it longer; NULL when the pool is closed.
+    std::shared_ptr<Memory> share() noexcept {
+        if (is_foreign()) {
+            return nullptr;
+        }
+        std::lock_guard<std::mutex> guard(mutex_);
+        return memory_;
+    }
+
     bool closed() noexcept {
         if (is_foreign()) {
             return true;

@@ -751,6 +751,16 @@ void bind_manager(nb::module_ &m) {
              nb::sig("def import_sequence(self, buffer: Buffer | NDArray[Any], tokens: Array, "
                      "namespace: Int = 0) -> Sequence"),
              d::import_sequence)
+        .def(
+            "load",
+            [](nb::handle self, nb::handle path, nb::handle tokens, nb::handle root) {
+                return nb::object(nb::module_::import_("kvpool.wire")
+                                      .attr("load")(self, path, tokens, "namespace"_a = root));
+            },
+            "path"_a.none(), "tokens"_a.none(), nb::kw_only(), "namespace"_a.none() = 0,
+            nb::sig("def load(self, path: str | PathLike[str], tokens: Array, *, namespace: Int = "
+                    "0) -> Sequence"),
+            d::load)
         .def("adopt", &BlockManager::adopt, "ids"_a.none(), "tokens"_a.none(),
              "namespace"_a.none() = 0,
              nb::sig("def adopt(self, ids: Array, tokens: Array, namespace: Int = 0) -> Sequence"),

@@ -344,6 +344,49 @@ Traceback (most recent call last):
 kvpool.errors.CorruptEnvelope: import_sequence: block 0 is named ...
 )";
 
+constexpr const char *load =
+    R"(A Sequence that ``Sequence.save`` wrote, to go on with where it was.
+
+``tokens`` are those of the sequence: first the ones whose K and V are in the file, all of them, then
+any that are still to be computed (the last token that was sampled, usually). The prefix that is
+findable here already is taken from the index, the rest from the file, and what is full becomes
+findable, as by ``commit``. ``n_computed`` is then what it was.
+
+An envelope does not say which model made it. The file has the namespace that the sequence was
+allocated under, and this one must be the same: with one namespace for each model and revision
+(``kvpool.namespace``) a file of another model is refused. In namespace 0 only the dimensions tell
+models apart.
+
+The file is read twice: the first time everything is checked, and only then a block is taken. What
+is refused changes nothing, the order of eviction included.
+
+Raises:
+    CorruptEnvelope: no file of ``save``, damaged or cut.
+    ShapeMismatch: made for a pool of other dimensions.
+    InvalidArgument: other tokens or another namespace than those in the file.
+    PoolFull: not enough blocks.
+    StorageError: the file cannot be read; or it changed between the two times: then everything is
+        given back, though cached blocks may have been evicted.
+
+Source: seed sections 2.4 and 6; docs/envelopes.md.
+
+>>> import os, tempfile
+>>> pools = [kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8) for _ in "ab"]
+>>> a, b = [kvpool.BlockManager(pool) for pool in pools]
+>>> path = os.path.join(tempfile.mkdtemp(), "session.tlks")
+>>> with a.allocate([1, 2, 3, 4, 5, 6]) as seq:
+...     seq.commit(5)
+...     seq.save(path)
+>>> with b.load(path, [1, 2, 3, 4, 5, 6]) as seq:
+...     seq.n_tokens, seq.n_computed
+(6, 5)
+>>> b.can_allocate([1, 2, 3, 4, 9]).n_cached
+4
+>>> b.load(path, [1, 2, 3, 4, 7, 6])
+Traceback (most recent call last):
+kvpool.errors.InvalidArgument: load: tokens: other than the 5 ...
+)";
+
 constexpr const char *adopt =
     R"(A Sequence of blocks that the caller holds and whose K and V are computed.
 
@@ -629,6 +672,52 @@ Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
 >>> len(seq.export()) == pool.export_bytes(1)
 True
 >>> seq.free()
+)";
+
+constexpr const char *seq_export_pieces =
+    R"(The envelope of ``export`` as read-only pieces, most of them views of the slab.
+
+As ``Pool.export_pieces``, for ``os.writev``, ``socket.sendmsg`` and their like. Right for as long as
+the sequence is neither freed nor cut and its blocks stay unwritten; appending is fine.
+
+Raises:
+    InvalidArgument: the sequence is freed.
+    MemoryError: no memory for what is not in the slab.
+
+Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
+
+>>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+>>> mgr = kvpool.BlockManager(pool)
+>>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
+...     seq.commit()
+...     [len(piece) for piece in seq.export_pieces()], b"".join(seq.export_pieces()) == seq.export()
+([40, 128, 144], True)
+)";
+
+constexpr const char *seq_save =
+    R"(Writes the computed tokens' K and V to a file, for ``BlockManager.load``.
+
+A sealed envelope (formats/kv-seal.md): the tokens' digest, their number and the namespace, then the
+envelope of ``export``, written from the slab. The file appears whole or not at all: it is written
+under no name, or a temporary one beside ``path``, synced, and then takes the place of what was at
+``path``, which the folder's sync makes last. A writer that is killed leaves what was there before.
+The sequence must not be freed or cut meanwhile.
+
+Raises:
+    StorageError: the file cannot be written: no folder, no permission, no space.
+    InvalidArgument: nothing is computed, or the sequence is freed.
+
+Source: docs/envelopes.md.
+
+>>> import os, tempfile
+>>> path = os.path.join(tempfile.mkdtemp(), "session.tlks")
+>>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+>>> mgr = kvpool.BlockManager(pool)
+>>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
+...     seq.commit()
+...     seq.save(path)
+>>> os.path.getsize(path) == 80 + pool.export_bytes(2)
+True
 )";
 
 constexpr const char *seq_n_tokens = "Its length in tokens; ``len(seq)`` is the same.";

@@ -88,6 +88,7 @@ NB_MODULE(_core, m) {
 
     bind_pool(m);
     bind_wire(m);
+    bind_envelope(m);
     bind_sequence(m);
     bind_manager(m);
 

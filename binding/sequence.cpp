@@ -1,10 +1,12 @@
 #include "manager.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "manager_docs.hpp"
 #include "numpy_api.hpp"
+#include "pool.hpp"
 
 namespace kvpool {
 
@@ -270,18 +272,23 @@ void put_le32(uint8_t *at, uint32_t x) {
     }
 }
 
-// Cuts the last block of an envelope to n_tokens: the sequence was truncated into a block that it
-// shares, or that is registered, and that holds more positions than are the sequence's.
-void cut_last_block(uint8_t *envelope, size_t size, const tl_kv_cfg &cfg, size_t block_bytes,
-                    uint32_t n_tokens) {
-    uint8_t *block = envelope + size - 4 - block_bytes, *record = block - 12;
+// Whether a sequence's last block, of `tail` positions, has another record: the sequence was
+// truncated into a block that it shares, or that is registered, and that holds more.
+bool must_cut(const uint8_t *record, uint32_t tail) {
+    uint8_t expected[12] = {0};
+    put_le32(expected + 8, tail);
+    return tail != 0 && std::memcmp(record, expected, sizeof expected) != 0;
+}
+
+// Cuts the block to its first n_tokens positions.
+void cut_block(uint8_t *record, const tl_kv_cfg &cfg, size_t block_bytes, uint32_t n_tokens) {
+    uint8_t *block = record + 12;
     std::memset(record, 0, 8); // the name is of the full block
     put_le32(record + 8, n_tokens);
     const size_t row = size_t{cfg.head_dim} * sizeof(uint16_t), slab = row * cfg.block_tokens;
     for (uint8_t *at = block; at < block + block_bytes; at += slab) {
         std::memset(at + row * n_tokens, 0, slab - row * n_tokens);
     }
-    put_le32(envelope + size - 4, tl_crc32c(envelope, size - 4, 0));
 }
 
 } // namespace
@@ -318,14 +325,110 @@ nb::object Sequence::export_() {
             continue;
         }
         const uint32_t tail = static_cast<uint32_t>(n_computed % B);
-        const uint8_t *record = out + size - 4 - core_->block_bytes() - 12;
-        uint8_t expected[12] = {0};
-        put_le32(expected + 8, tail);
-        if (tail != 0 && std::memcmp(record, expected, sizeof expected) != 0) {
-            cut_last_block(out, size, core_->cfg(), core_->block_bytes(), tail);
+        uint8_t *record = out + size - 4 - core_->block_bytes() - 12;
+        if (n > 0 && must_cut(record, tail)) {
+            cut_block(record, core_->cfg(), core_->block_bytes(), tail);
+            put_le32(out + size - 4, tl_crc32c(out, size - 4, 0));
         }
         return bytes;
     }
+}
+
+namespace {
+
+// The envelope that `pieces` are, with its last block cut: what is before that block stays as it
+// is, and is read once more for the CRC; `last` gets record, payload and trailer.
+void cut_pieces(std::vector<tl_kv_piece> &pieces, size_t n_pieces, uint8_t *last,
+                const tl_kv_cfg &cfg, size_t block_bytes, uint32_t tail) {
+    pieces.resize(n_pieces);
+    size_t size = 0;
+    for (const tl_kv_piece &piece : pieces) {
+        size += piece.len;
+    }
+    const size_t before = size - 4 - block_bytes - 12;
+    size_t at = 0, kept = 0;
+    uint32_t crc = 0;
+    for (tl_kv_piece &piece : pieces) {
+        const auto *bytes = static_cast<const uint8_t *>(piece.ptr);
+        const size_t end = at + piece.len, n = at < before ? std::min(piece.len, before - at) : 0;
+        crc = tl_crc32c(bytes, n, crc);
+        std::memcpy(last + (at + n - before), bytes + n, piece.len - n);
+        piece.len = n;
+        kept += n > 0;
+        at = end;
+    }
+    cut_block(last, cfg, block_bytes, tail);
+    put_le32(last + 12 + block_bytes, tl_crc32c(last, 12 + block_bytes, crc));
+    pieces.resize(kept);
+    pieces.push_back({last, 12 + block_bytes + 4});
+}
+
+} // namespace
+
+nb::object Sequence::export_pieces() {
+    const tl_kv_seq h = alive();
+    const size_t B = core_->block_tokens(), P = core_->block_bytes();
+    nb::object owner = memory_owner(core_->share());
+    nb::object scratch, last;
+    std::vector<tl_kv_piece> pieces;
+    size_t scratch_cap = 0, scratch_bytes = 0, n_pieces = 0;
+    for (;;) { // once to ask for the sizes; again if another thread changes the sequence in between
+        const size_t n_computed = info().n_computed, n = core_->blocks_for(n_computed);
+        const uint32_t tail = static_cast<uint32_t>(n_computed % B);
+        if (tail != 0 && !last.is_valid()) {
+            last = checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(12 + P + 4)));
+        }
+        char *out = scratch_cap == 0 ? nullptr : PyBytes_AS_STRING(scratch.ptr());
+        auto *cut =
+            tail == 0 ? nullptr : reinterpret_cast<uint8_t *>(PyBytes_AS_STRING(last.ptr()));
+        bool same = false;
+        const tl_status st = core_->run(
+            scratch_cap == 0 ? Work::constant : bytes_work(n * P),
+            [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
+                tl_kv_seq_info now;
+                tl_status s = tl_kv_seq_info_get(m, h, &now);
+                same = s == TL_OK && now.n_computed == n_computed;
+                if (!same) {
+                    return s;
+                }
+                const uint32_t *ids = tl_kv_seq_blocks(m, h);
+                s = tl_kv_export_pieces(p, ids, static_cast<uint32_t>(n), out, scratch_cap,
+                                        pieces.data(), pieces.size(), &scratch_bytes, &n_pieces);
+                uint8_t record[12] = {0};
+                if (s == TL_OK && tail != 0) {
+                    const uint64_t name = tl_kv_hash(p, ids[n - 1]);
+                    put_le32(record, static_cast<uint32_t>(name));
+                    put_le32(record + 4, static_cast<uint32_t>(name >> 32));
+                    put_le32(record + 8, tl_kv_fill(p, ids[n - 1]));
+                    if (must_cut(record, tail)) {
+                        cut_pieces(pieces, n_pieces, cut, core_->cfg(), P, tail);
+                        n_pieces = pieces.size();
+                    }
+                }
+                return s;
+            },
+            TL_EFULL);
+        if (same && st == TL_OK) {
+            break;
+        }
+        if (same) {
+            scratch_cap = scratch_bytes;
+            pieces.resize(n_pieces);
+            scratch =
+                checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(scratch_cap)));
+        }
+    }
+    nb::list views;
+    auto in = [](const nb::object &bytes, const char *at) {
+        return bytes.is_valid() && at >= PyBytes_AS_STRING(bytes.ptr()) &&
+               at < PyBytes_AS_STRING(bytes.ptr()) + PyBytes_GET_SIZE(bytes.ptr());
+    };
+    for (size_t i = 0; i < n_pieces; i++) {
+        const char *at = static_cast<const char *>(pieces[i].ptr);
+        const nb::object &base = in(scratch, at) ? scratch : in(last, at) ? last : owner;
+        views.append(view_of(base, at, pieces[i].len));
+    }
+    return views;
 }
 
 nb::object Sequence::repr() {
@@ -453,6 +556,15 @@ void bind_sequence(nb::module_ &m) {
                      "pad: Int = -1) -> NDArray[numpy.int64]"),
              d::seq_slot_mapping)
         .def("export", &Sequence::export_, nb::sig("def export(self) -> bytes"), d::seq_export)
+        .def("export_pieces", &Sequence::export_pieces,
+             nb::sig("def export_pieces(self) -> list[memoryview]"), d::seq_export_pieces)
+        .def(
+            "save",
+            [](nb::handle self, nb::handle path) {
+                nb::module_::import_("kvpool.wire").attr("save")(self, path);
+            },
+            "path"_a.none(), nb::sig("def save(self, path: str | PathLike[str]) -> None"),
+            d::seq_save)
 
         .def_prop_ro(
             "n_tokens", [](Sequence &s) { return s.info().n_tokens; }, d::seq_n_tokens)

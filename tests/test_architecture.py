@@ -29,8 +29,9 @@ PY_MAY_USE = {
     "": {""},
     "engine": {"", "engine"},
     "events": {"", "events"},
+    "wire": {"", "wire"},
     "workbench": {"", "workbench"},
-    "cli": {"", "engine", "workbench", "cli"},
+    "cli": {"", "engine", "wire", "workbench", "cli"},
 }
 # Heavy or optional packages are imported only inside the part that needs them.
 HEAVY = {

@@ -6,12 +6,15 @@ doctest's own finder does not see the methods of a compiled class, so the names 
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
+import pkgutil
 
 import numpy as np
 import pytest
 
 import kvpool
+import kvpool.wire
 
 RUN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 
@@ -61,3 +64,18 @@ def test_methods_say_what_they_raise_and_where_they_come_from(name: str) -> None
         assert "Raises:" in doc or name in ("Pool.close",), name
     if name.split(".")[1] in ("alloc", "ref", "unref", "cow", "register", "lookup", "export"):
         assert "Source: seed section" in doc
+
+
+WIRE = [f"kvpool.wire.{m.name}" for m in pkgutil.iter_modules(kvpool.wire.__path__)]
+
+
+@pytest.mark.parametrize("module", ["kvpool.wire", *WIRE])
+def test_examples_of_the_wire_modules_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module), optionflags=RUN)
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("name", kvpool.wire.__all__)
+def test_public_names_of_the_wire_are_documented(name: str) -> None:
+    assert ">>>" in (getattr(kvpool.wire, name).__doc__ or "")

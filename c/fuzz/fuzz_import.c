@@ -5,6 +5,8 @@
  * Each input meets a pool that has lived: blocks shared, private, partial, cached and free. The
  * verdict must be that of a second reader (wire_judge in tl_test_wire.h).
  *
+ * The validator without a pool says the same, whole and in the steps of a stream.
+ *
  *   refused    the whole pool is as it was: counts, references, fills, hashes, every byte of the
  *              slab, and the order in which blocks would be taken
  *   accepted   exporting the blocks again gives the input back, but for what the format says is not
@@ -102,6 +104,29 @@ static void came_in_whole(tl_kv_pool *p, shape s, const uint8_t *data, size_t si
     free(got);
 }
 
+/* tl_kv_envelope_check gives the verdict of import, but for room; and so does a stream, which finds
+ * out in another order. */
+static void judged_alike(const uint8_t *data, size_t size, shape s, tl_status verdict) {
+    const tl_kv_cfg cfg = {
+        .block_tokens = s.B, .n_layers = s.L, .n_kv_heads = s.H, .head_dim = s.D};
+    tl_kv_envelope e, step;
+    MUST(tl_kv_envelope_check(data, size, &cfg, &e) == verdict, tl_last_error());
+    tl_status st = size < WIRE_HEADER ? TL_EFORMAT : tl_kv_envelope_open(data, size, &step);
+    if (st == TL_OK)
+        st = tl_kv_envelope_accept(&step, &cfg);
+    for (uint32_t i = 0; st == TL_OK && i < step.n_blocks; i++)
+        st = tl_kv_envelope_records(&step, i, 1, wire_record((uint8_t *)data, i, step.block_bytes),
+                                    WIRE_RECORD);
+    if (st == TL_OK)
+        st = tl_kv_envelope_crc(&step, (uint32_t)wire_get(data + size - WIRE_TRAILER, 4),
+                                tl_crc32c(data, size - WIRE_TRAILER, 0));
+    MUST((st == TL_OK) == (verdict == TL_OK), "a stream is judged otherwise");
+    if (verdict == TL_OK)
+        MUST(e.n_blocks == step.n_blocks && e.block_bytes == step.block_bytes &&
+                 e.size_bytes == size && e.crc == wire_get(data + size - WIRE_TRAILER, 4),
+             "a header read otherwise");
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const shape s = shape_for(data, size);
     tl_count_install();
@@ -112,6 +137,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     uint32_t ids[KV_LIVED_IN_BLOCKS];
     memset(ids, 0xEE, sizeof ids);
     tl_status want = wire_judge(data, size, s.B, s.L, s.H, s.D);
+    judged_alike(data, size, s, want);
     const uint32_t n = want == TL_OK ? (uint32_t)wire_get(data + WIRE_N_BLOCKS, 4) : 0;
     if (want == TL_OK && n > room)
         want = TL_EFULL;

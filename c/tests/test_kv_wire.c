@@ -1,13 +1,15 @@
 /*
  * test_kv_wire.c - the other ways to an envelope: in parts, side by side, in pieces. Whatever way
  * it was made, it is byte for byte the envelope of tl_kv_export. And the hashes of many prompts at
- * once, which are those of each alone.
+ * once, which are those of each alone. And the reader rules without a pool.
  */
 #include "tinyllm/kv_pool_ext.h"
 #include "tl_test.h"
 #include "tl_test_kv.h"
 
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { N = 5, B = 3 };
 
@@ -245,4 +247,73 @@ TL_TEST(prompts_that_cannot_be_hashed_are_refused_before_anything_is_written) {
     TL_OK_(tl_kv_block_hashes_batch(prompts, 2, 2));
     TL_EQ(out[1], tl_kv_block_hash(tl_kv_block_hash(0, toks, 2), toks + 2, 2));
     TL_OK_(tl_kv_block_hashes_batch(NULL, 0, 2));
+}
+
+TL_TEST(an_envelope_is_checked_without_a_pool) {
+    exported e = make(0);
+    tl_kv_cfg cfg;
+    tl_kv_pool_cfg(e.p, &cfg);
+    tl_kv_envelope h;
+    TL_OK_(tl_kv_envelope_check(e.envelope, e.size, &cfg, &h));
+    TL_OK_(tl_kv_envelope_check(e.envelope, e.size, NULL, &h));
+    TL_EQ(h.version, 1);
+    TL_EQ(h.dtype, TL_F16);
+    TL_EQ(h.n_blocks, N);
+    TL_EQ(h.block_tokens, B);
+    TL_EQ(h.n_layers, 2);
+    TL_EQ(h.n_kv_heads, 2);
+    TL_EQ(h.head_dim, 5);
+    TL_EQ(h.block_bytes, tl_kv_block_bytes(e.p));
+    TL_EQ(h.size_bytes, e.size);
+    TL_EQ(h.crc, tl_crc32c(e.envelope, e.size - 4, 0));
+    cfg.head_dim = 6;
+    TL_EQ(tl_kv_envelope_check(e.envelope, e.size, &cfg, &h), TL_ESHAPE);
+    TL_EQ(tl_kv_envelope_check(e.envelope, e.size - 1, NULL, &h), TL_EFORMAT);
+    e.envelope[40] ^= 1;
+    TL_EQ(tl_kv_envelope_check(e.envelope, e.size, NULL, &h), TL_EFORMAT);
+    TL_CHECK(strstr(tl_last_error(), "tl_kv_envelope_check: CRC-32C") != NULL);
+    TL_CHECK(strstr(tl_last_error(), "(rule 3)") != NULL);
+    TL_EQ(tl_kv_envelope_check(NULL, 0, NULL, &h), TL_EINVAL);
+    TL_EQ(tl_kv_envelope_check(e.envelope, e.size, NULL, NULL), TL_EINVAL);
+    done(&e);
+}
+
+TL_TEST(an_envelope_is_checked_in_steps) {
+    exported e = make(1);
+    tl_kv_envelope h;
+    TL_OK_(tl_kv_envelope_open(e.envelope, SIZE_MAX, &h)); /* a stream: the length is unknown */
+    TL_EQ(h.size_bytes, e.size);
+    TL_EQ(h.crc, 0);
+    TL_OK_(tl_kv_envelope_open(e.envelope, e.size, &h));
+    TL_EQ(tl_kv_envelope_open(e.envelope, e.size + 1, &h), TL_EFORMAT);
+    TL_EQ(tl_kv_envelope_open(e.envelope, 31, &h), TL_EFORMAT);
+    TL_EQ(tl_kv_envelope_open(NULL, 60, &h), TL_EINVAL);
+    TL_EQ(tl_kv_envelope_open(e.envelope, 60, NULL), TL_EINVAL);
+    TL_OK_(tl_kv_envelope_open(e.envelope, e.size, &h));
+
+    TL_OK_(tl_kv_envelope_accept(&h, NULL));
+    tl_kv_envelope other = h;
+    other.version = 2;
+    TL_EQ(tl_kv_envelope_accept(&other, NULL), TL_EFORMAT);
+    TL_EQ(tl_kv_envelope_accept(NULL, NULL), TL_EINVAL);
+
+    const size_t record = 12 + h.block_bytes;
+    uint8_t *records = e.envelope + TL_KV_ENVELOPE_HEADER;
+    TL_OK_(tl_kv_envelope_records(&h, 0, N, records, record));
+    TL_OK_(tl_kv_envelope_records(&h, N, 0, NULL, 0));
+    TL_EQ(tl_kv_envelope_records(&h, N, 1, records, record), TL_EINVAL);
+    TL_EQ(tl_kv_envelope_records(&h, UINT32_MAX, 2, records, record), TL_EINVAL);
+    TL_EQ(tl_kv_envelope_records(&h, 0, 1, NULL, record), TL_EINVAL);
+    TL_EQ(tl_kv_envelope_records(NULL, 0, 1, records, record), TL_EINVAL);
+    records[3 * record + 8] = B + 1;
+    TL_OK_(tl_kv_envelope_records(&h, 0, 3, records, record));
+    TL_EQ(tl_kv_envelope_records(&h, 3, 1, records + 3 * record, 12), TL_EFORMAT);
+    char where[64]; /* told by its place in the envelope, whatever buffer it came in */
+    snprintf(where, sizeof where, "of block 3 at offset %zu", 28 + 3 * record + 8);
+    TL_CHECK(strstr(tl_last_error(), where) != NULL);
+
+    TL_OK_(tl_kv_envelope_crc(&h, 7, 7));
+    TL_EQ(tl_kv_envelope_crc(&h, 7, 8), TL_EFORMAT);
+    TL_EQ(tl_kv_envelope_crc(NULL, 7, 7), TL_EINVAL);
+    done(&e);
 }

@@ -3,6 +3,7 @@ The compiled part of kvpool: Pool and the functions of the wire format. Import t
 """
 
 from collections.abc import Iterable, Iterator, Sequence as Row
+from os import PathLike
 from typing import (
     Any,
     Literal,
@@ -590,6 +591,146 @@ class _ExportParts:
 
     def __next__(self) -> bytes: ...
 
+class EnvelopeHeader:
+    """
+    An envelope's header, and the reader rules of formats/kv-block.md in steps.
+
+    For bytes that come one after another, or that do not fit in memory: the constructor holds the first
+    28 bytes to rules 1 and 2, ``accept`` to 4 and 5, ``check_records`` the blocks to 6, and at the end
+    ``check_crc`` the whole to 3. For bytes that are all there, ``check`` does everything in the rules'
+    own order. The code is the one that ``Pool.import_`` runs.
+
+    Args:
+        header: at least the first 28 bytes.
+        size_bytes: the length of the whole; None when it is not known, as on a stream.
+
+    Raises:
+        CorruptEnvelope: rule 1 or 2 is broken. The text of this and of the other errors names the rule,
+            the field and its offset, what was found and what was expected.
+        InvalidArgument: fewer than 28 bytes.
+
+    Source: seed section 2.4; formats/kv-block.md.
+
+    >>> import kvpool.wire
+    >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)
+    >>> ids = pool.alloc(2)
+    >>> pool.set_fill(ids, [2, 1])
+    >>> data = pool.export(ids)
+    >>> header = kvpool.wire.EnvelopeHeader(data[:28], len(data))
+    >>> header
+    EnvelopeHeader(n_blocks=2, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2; 88 bytes)
+    >>> header.accept(pool)
+    >>> header.check_records(0, 2, data[28:], 12 + header.block_bytes)
+    >>> header.check_crc(int.from_bytes(data[-4:], "little"), kvpool.crc32c(data[:-4]))
+    """
+
+    def __init__(self, header: Buffer | NDArray[Any], size_bytes: Int | None = None) -> None: ...
+
+    @staticmethod
+    def check(buffer: Buffer | NDArray[Any], shape: Pool | Array | None = None) -> EnvelopeHeader:
+        """
+        All reader rules in their order; the header of bytes that keep to them.
+
+        ``shape`` is what the dimensions are held to: a Pool, or ``(block_tokens, n_layers, n_kv_heads,
+        head_dim)``; None holds them to nothing. Nothing is imported and nothing allocated. The GIL is
+        released for large buffers.
+
+        Raises:
+            CorruptEnvelope: the bytes are no valid envelope.
+            ShapeMismatch: the dimensions are others than ``shape``.
+            InvalidArgument: no C-contiguous buffer.
+
+        Source: seed section 2.4; formats/kv-block.md.
+
+        >>> import kvpool.wire
+        >>> kvpool.wire.EnvelopeHeader.check(bytes(31))
+        Traceback (most recent call last):
+        kvpool.errors.CorruptEnvelope: tl_kv_envelope_check: length 31, an envelope has at least 32 bytes \\
+        (rule 1)
+        """
+
+    def accept(self, shape: Pool | Array | None = None) -> None:
+        """
+        Rules 4 and 5: version, dtype, and the dimensions that ``shape`` (a Pool, or four integers) has.
+
+        Raises CorruptEnvelope or ShapeMismatch.
+        """
+
+    def check_records(self, first: Int, count: Int, records: Buffer | NDArray[Any], stride: Int) -> None:
+        """
+        Rule 6 for blocks ``first`` to ``first + count - 1``.
+
+        ``records`` has 12 bytes for each of them, the hash and n_tokens, at offsets 0, ``stride``, ....
+        Raises CorruptEnvelope; InvalidArgument when the buffer or the envelope ends before.
+        """
+
+    def check_crc(self, stored: Int, computed: Int) -> None:
+        """
+        Rule 3: the checksum that the last four bytes store against that of all bytes before them.
+
+        Raises CorruptEnvelope.
+        """
+
+    def __repr__(self) -> str: ...
+
+    @property
+    def version(self) -> int:
+        """The format's version: 1 once accepted."""
+
+    @property
+    def dtype(self) -> int:
+        """The element type: 1, float16, once accepted."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks in the envelope; may be 0."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions in a block."""
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of the model."""
+
+    @property
+    def head_dim(self) -> int:
+        """Values in a head."""
+
+    @property
+    def crc32c(self) -> int:
+        """The checksum at the end; 0 until it was checked."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's payload."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole envelope."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(block_tokens, n_layers, n_kv_heads, head_dim)``."""
+
+def crc32c_combine(crc_a: Int, crc_b: Int, n_bytes_b: Int) -> int:
+    """
+    The CRC-32C of a then b, from those of a and of b and the length of b in bytes.
+
+    About 100 ns, whatever the length. The CRC of a run of zeros follows from those of shorter runs, so
+    the holes of a sparse file need not be read.
+
+    >>> import kvpool.wire
+    >>> data = b"123456789"
+    >>> kvpool.crc32c(data) == kvpool.wire.crc32c_combine(
+    ...     kvpool.crc32c(data[:4]), kvpool.crc32c(data[4:]), 5)
+    True
+    """
+
 class Sequence:
     """
     One request: its tokens, the blocks that hold their K and V, and what is computed of them.
@@ -783,6 +924,54 @@ class Sequence:
         >>> len(seq.export()) == pool.export_bytes(1)
         True
         >>> seq.free()
+        """
+
+    def export_pieces(self) -> list[memoryview]:
+        """
+        The envelope of ``export`` as read-only pieces, most of them views of the slab.
+
+        As ``Pool.export_pieces``, for ``os.writev``, ``socket.sendmsg`` and their like. Right for as long as
+        the sequence is neither freed nor cut and its blocks stay unwritten; appending is fine.
+
+        Raises:
+            InvalidArgument: the sequence is freed.
+            MemoryError: no memory for what is not in the slab.
+
+        Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
+
+        >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+        >>> mgr = kvpool.BlockManager(pool)
+        >>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
+        ...     seq.commit()
+        ...     [len(piece) for piece in seq.export_pieces()], b"".join(seq.export_pieces()) == seq.export()
+        ([40, 128, 144], True)
+        """
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """
+        Writes the computed tokens' K and V to a file, for ``BlockManager.load``.
+
+        A sealed envelope (formats/kv-seal.md): the tokens' digest, their number and the namespace, then the
+        envelope of ``export``, written from the slab. The file appears whole or not at all: it is written
+        under no name, or a temporary one beside ``path``, synced, and then takes the place of what was at
+        ``path``, which the folder's sync makes last. A writer that is killed leaves what was there before.
+        The sequence must not be freed or cut meanwhile.
+
+        Raises:
+            StorageError: the file cannot be written: no folder, no permission, no space.
+            InvalidArgument: nothing is computed, or the sequence is freed.
+
+        Source: docs/envelopes.md.
+
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "session.tlks")
+        >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+        >>> mgr = kvpool.BlockManager(pool)
+        >>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
+        ...     seq.commit()
+        ...     seq.save(path)
+        >>> os.path.getsize(path) == 80 + pool.export_bytes(2)
+        True
         """
 
     @property
@@ -1187,6 +1376,50 @@ class BlockManager:
         >>> b.import_sequence(envelope, [1, 2, 3, 0, 5])
         Traceback (most recent call last):
         kvpool.errors.CorruptEnvelope: import_sequence: block 0 is named ...
+        """
+
+    def load(self, path: str | PathLike[str], tokens: Array, *, namespace: Int = 0) -> Sequence:
+        """
+        A Sequence that ``Sequence.save`` wrote, to go on with where it was.
+
+        ``tokens`` are those of the sequence: first the ones whose K and V are in the file, all of them, then
+        any that are still to be computed (the last token that was sampled, usually). The prefix that is
+        findable here already is taken from the index, the rest from the file, and what is full becomes
+        findable, as by ``commit``. ``n_computed`` is then what it was.
+
+        An envelope does not say which model made it. The file has the namespace that the sequence was
+        allocated under, and this one must be the same: with one namespace for each model and revision
+        (``kvpool.namespace``) a file of another model is refused. In namespace 0 only the dimensions tell
+        models apart.
+
+        The file is read twice: the first time everything is checked, and only then a block is taken. What
+        is refused changes nothing, the order of eviction included.
+
+        Raises:
+            CorruptEnvelope: no file of ``save``, damaged or cut.
+            ShapeMismatch: made for a pool of other dimensions.
+            InvalidArgument: other tokens or another namespace than those in the file.
+            PoolFull: not enough blocks.
+            StorageError: the file cannot be read; or it changed between the two times: then everything is
+                given back, though cached blocks may have been evicted.
+
+        Source: seed sections 2.4 and 6; docs/envelopes.md.
+
+        >>> import os, tempfile
+        >>> pools = [kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8) for _ in "ab"]
+        >>> a, b = [kvpool.BlockManager(pool) for pool in pools]
+        >>> path = os.path.join(tempfile.mkdtemp(), "session.tlks")
+        >>> with a.allocate([1, 2, 3, 4, 5, 6]) as seq:
+        ...     seq.commit(5)
+        ...     seq.save(path)
+        >>> with b.load(path, [1, 2, 3, 4, 5, 6]) as seq:
+        ...     seq.n_tokens, seq.n_computed
+        (6, 5)
+        >>> b.can_allocate([1, 2, 3, 4, 9]).n_cached
+        4
+        >>> b.load(path, [1, 2, 3, 4, 7, 6])
+        Traceback (most recent call last):
+        kvpool.errors.InvalidArgument: load: tokens: other than the 5 ...
         """
 
     def adopt(self, ids: Array, tokens: Array, namespace: Int = 0) -> Sequence:

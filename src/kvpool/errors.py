@@ -107,7 +107,8 @@ class CorruptEnvelope(KvPoolError, ValueError):
     >>> pool = kvpool.Pool(2, n_layers=1, n_kv_heads=1, head_dim=4)
     >>> pool.import_(b"TLKV")
     Traceback (most recent call last):
-    kvpool.errors.CorruptEnvelope: tl_kv_import: length 4, an envelope has at least 32 bytes
+    kvpool.errors.CorruptEnvelope: tl_kv_import: length 4, an envelope has at least 32 bytes \
+(rule 1)
     """
 
 

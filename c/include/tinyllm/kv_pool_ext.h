@@ -1,7 +1,7 @@
 /*
  * tinyllm/kv_pool_ext.h - what this implementation of kv_pool.h offers beyond it: creation
- * options, batches that are validated whole, envelopes in parts and in pieces, read access to a
- * block's state, and a checker.
+ * options, batches that are validated whole, envelopes in parts and in pieces, their validation
+ * without a pool, read access to a block's state, and a checker.
  *
  * kv_pool.h is the interface that any implementation has; this header needs ours (it is compiled
  * from src/runtime/kv_pool_ext.c, which knows the pool's records). The same rules hold: the caller
@@ -152,6 +152,48 @@ typedef struct {
 TL_API tl_status tl_kv_export_pieces(const tl_kv_pool *p, const uint32_t *ids, uint32_t n,
                                      void *scratch, size_t scratch_cap, tl_kv_piece *pieces,
                                      size_t pieces_cap, size_t *scratch_bytes, size_t *n_pieces);
+
+/* ---- an envelope without a pool ------------------------------------------------------------ */
+
+/* What an envelope's header says, and what follows from it. */
+typedef struct {
+    uint32_t version, dtype, n_blocks, block_tokens, n_layers, n_kv_heads, head_dim;
+    uint32_t crc;       /* the trailer's; 0 until it is known */
+    size_t block_bytes; /* P; 0 for an envelope without blocks whose P overflows */
+    size_t size_bytes;  /* of the whole */
+} tl_kv_envelope;
+
+/*
+ * All reader rules of formats/kv-block.md in their order, on untrusted bytes, as tl_kv_import holds
+ * to them: what it accepts, this accepts, and the other way round, but for room in a pool. Of shape
+ * the four dimensions are read; NULL leaves rule 5 out. Record i is then at offset
+ * 28 + i * (12 + block_bytes): a hash of 8 bytes, n_tokens of 4, the payload.
+ * TL_EFORMAT, TL_ESHAPE; the slot says which rule, field and offset, what was found and what
+ * expected. TL_EINVAL: buf or out NULL. *out is undefined on failure. Allocates nothing. O(len).
+ */
+TL_API tl_status tl_kv_envelope_check(const void *buf, size_t len, const tl_kv_cfg *shape,
+                                      tl_kv_envelope *out);
+
+/*
+ * The same rules in steps, for bytes that come one after another or that do not fit in memory. A
+ * stream is valid when every step is TL_OK; which step complains first is then up to the order of
+ * the bytes, and only the last one, the CRC, says that the others saw what was sent.
+ *
+ *   open     rules 1 and 2, from the first 28 bytes (TL_KV_ENVELOPE_HEADER) and the length of the
+ *            whole, SIZE_MAX when it is not known. TL_EINVAL: header or out NULL. *out is undefined
+ *            on failure; with a length below 32 the header is not read.
+ *   accept   rules 4 and 5; shape NULL leaves rule 5 out.
+ *   records  rule 6 for blocks first .. first + count - 1: 12 bytes for each at records, records +
+ *            stride, ... TL_EINVAL: records NULL with count > 0, or blocks past e->n_blocks.
+ *   crc      rule 3: the trailer's value and that of the bytes before it.
+ *
+ * TL_EINVAL: e NULL. Pure; they read what they are given and nothing else.
+ */
+TL_API tl_status tl_kv_envelope_open(const void *header, size_t len, tl_kv_envelope *out);
+TL_API tl_status tl_kv_envelope_accept(const tl_kv_envelope *e, const tl_kv_cfg *shape);
+TL_API tl_status tl_kv_envelope_records(const tl_kv_envelope *e, uint32_t first, uint32_t count,
+                                        const void *records, size_t stride);
+TL_API tl_status tl_kv_envelope_crc(const tl_kv_envelope *e, uint32_t stored, uint32_t crc);
 
 /* ---- the checker --------------------------------------------------------------------------- */
 

@@ -582,15 +582,18 @@ tl_status tl_kv_export(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, voi
 /* ---- import -------------------------------------------------------------------------------- */
 
 /*
- * The reader rules of formats/kv-block.md, in their order, on untrusted bytes: nothing of the pool
- * is looked at before rule 5 and nothing is changed at all. *n is the header's n_blocks.
+ * The reader rules of formats/kv-block.md on untrusted bytes, in four steps, so that a stream,
+ * whose CRC comes last, is held to the very same ones (kv_wire.c). `who` is the function named in
+ * errors.
  */
-static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_t len,
-                                   uint32_t *n) {
+
+/* Rules 1 and 2, from the header's 28 bytes and the length of the whole, SIZE_MAX while that is not
+ * known. */
+tl_status tl_kv_rules_header(const uint8_t *in, size_t len, const char *who, tl_kv_envelope *e) {
     /* 1. the length is the one its own header announces */
     if (len < TL_KV_ENVELOPE_HEADER + TL_KV_TRAILER) {
-        return tl_fail(TL_EFORMAT, "tl_kv_import: length %zu, an envelope has at least 32 bytes",
-                       len);
+        return tl_fail(TL_EFORMAT, "%s: length %zu, an envelope has at least 32 bytes (rule 1)",
+                       who, len);
     }
     const tl_kv_cfg shape = {.n_blocks = get_u32(in + 8),
                              .block_tokens = get_u32(in + 12),
@@ -598,82 +601,129 @@ static tl_status validate_envelope(const tl_kv_pool *p, const uint8_t *in, size_
                              .n_kv_heads = get_u32(in + 20),
                              .head_dim = get_u32(in + 24)};
     size_t plane, block = 0; /* of no blocks the size does not count, even one that overflows */
-    const size_t expected = shape.n_blocks == 0 || block_sizes(&shape, &plane, &block)
-                                ? tl_kv_envelope_bytes(shape.n_blocks, block)
+    const int fits = block_sizes(&shape, &plane, &block);
+    const size_t expected = shape.n_blocks == 0 || fits
+                                ? tl_kv_envelope_bytes(shape.n_blocks, fits ? block : 0)
                                 : SIZE_MAX;
-    if (len != expected) {
-        return tl_fail(TL_EFORMAT, "tl_kv_import: length %zu, the header announces %zu", len,
+    if (len != expected && (len != SIZE_MAX || expected == SIZE_MAX)) {
+        return tl_fail(TL_EFORMAT, "%s: length %zu, the header announces %zu (rule 1)", who, len,
                        expected);
     }
     /* 2. magic */
     if (memcmp(in, TL_KV_MAGIC, 4) != 0) {
         return tl_fail(TL_EFORMAT,
-                       "tl_kv_import: magic %02x %02x %02x %02x at offset 0, expected \"TLKV\"",
+                       "%s: magic %02x %02x %02x %02x at offset 0, expected \"TLKV\" (rule 2)", who,
                        in[0], in[1], in[2], in[3]);
     }
-    /* 3. the CRC of everything before it */
-    const uint32_t crc = tl_crc32c(in, len - TL_KV_TRAILER, 0);
-    const uint32_t stored = get_u32(in + len - TL_KV_TRAILER);
+    *e = (tl_kv_envelope){.version = get_u16(in + 4),
+                          .dtype = get_u16(in + 6),
+                          .n_blocks = shape.n_blocks,
+                          .block_tokens = shape.block_tokens,
+                          .n_layers = shape.n_layers,
+                          .n_kv_heads = shape.n_kv_heads,
+                          .head_dim = shape.head_dim,
+                          .block_bytes = fits ? block : 0,
+                          .size_bytes = expected};
+    return TL_OK;
+}
+
+/* Rule 3: the CRC of everything before it. */
+tl_status tl_kv_rule_crc(const tl_kv_envelope *e, uint32_t stored, uint32_t crc, const char *who) {
     if (crc != stored) {
         return tl_fail(TL_EFORMAT,
-                       "tl_kv_import: CRC-32C %08" PRIx32
-                       " at offset %zu, the bytes have %08" PRIx32,
-                       stored, len - TL_KV_TRAILER, crc);
+                       "%s: CRC-32C %08" PRIx32 " at offset %zu, the bytes have %08" PRIx32
+                       " (rule 3)",
+                       who, stored, e->size_bytes - TL_KV_TRAILER, crc);
     }
+    return TL_OK;
+}
+
+/* Rules 4 and 5; no rule 5 without a shape. */
+tl_status tl_kv_rules_kind(const tl_kv_envelope *e, const tl_kv_cfg *cfg, const char *who) {
     /* 4. version and dtype */
-    if (get_u16(in + 4) != TL_KV_FORMAT_V1) {
-        return tl_fail(TL_EFORMAT, "tl_kv_import: version %u at offset 4, expected 1",
-                       (unsigned)get_u16(in + 4));
+    if (e->version != TL_KV_FORMAT_V1) {
+        return tl_fail(TL_EFORMAT, "%s: version %" PRIu32 " at offset 4, expected 1 (rule 4)", who,
+                       e->version);
     }
-    if (get_u16(in + 6) != TL_F16) {
-        return tl_fail(TL_EFORMAT, "tl_kv_import: dtype %u at offset 6, expected 1 (f16)",
-                       (unsigned)get_u16(in + 6));
+    if (e->dtype != TL_F16) {
+        return tl_fail(TL_EFORMAT, "%s: dtype %" PRIu32 " at offset 6, expected 1 (f16) (rule 4)",
+                       who, e->dtype);
+    }
+    if (cfg == NULL) {
+        return TL_OK;
     }
     /* 5. the pool's shape */
     const struct {
         const char *name;
         uint32_t found, expected;
-    } dims[] = {{"block_tokens", shape.block_tokens, p->cfg.block_tokens},
-                {"n_layers", shape.n_layers, p->cfg.n_layers},
-                {"n_kv_heads", shape.n_kv_heads, p->cfg.n_kv_heads},
-                {"head_dim", shape.head_dim, p->cfg.head_dim}};
+    } dims[] = {{"block_tokens", e->block_tokens, cfg->block_tokens},
+                {"n_layers", e->n_layers, cfg->n_layers},
+                {"n_kv_heads", e->n_kv_heads, cfg->n_kv_heads},
+                {"head_dim", e->head_dim, cfg->head_dim}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
         if (dims[i].found != dims[i].expected) {
             return tl_fail(TL_ESHAPE,
-                           "tl_kv_import: %s %" PRIu32 " at offset %zu, the pool has %" PRIu32,
-                           dims[i].name, dims[i].found, 12 + 4 * i, dims[i].expected);
+                           "%s: %s %" PRIu32 " at offset %zu, the pool has %" PRIu32 " (rule 5)",
+                           who, dims[i].name, dims[i].found, 12 + 4 * i, dims[i].expected);
         }
     }
-    /* 6. the records */
-    size_t at = TL_KV_ENVELOPE_HEADER;
-    for (uint32_t i = 0; i < shape.n_blocks; i++, at += TL_KV_RECORD + block) {
-        const uint32_t n_tokens = get_u32(in + at + 8);
-        if (n_tokens == 0 || n_tokens > shape.block_tokens) {
-            return tl_fail(TL_EFORMAT,
-                           "tl_kv_import: n_tokens %" PRIu32 " of block %" PRIu32
-                           " at offset %zu, expected 1 to %" PRIu32,
-                           n_tokens, i, at + 8, shape.block_tokens);
-        }
-        if (get_u64(in + at) != 0 && n_tokens != shape.block_tokens) {
-            return tl_fail(TL_EFORMAT,
-                           "tl_kv_import: block %" PRIu32
-                           " at offset %zu has a hash but only %" PRIu32 " of %" PRIu32 " tokens",
-                           i, at, n_tokens, shape.block_tokens);
-        }
-    }
-    *n = shape.n_blocks;
     return TL_OK;
+}
+
+/* Rule 6 for `count` records from block `first` on, the first at `in`, each `stride` bytes after
+ * the one before. */
+tl_status tl_kv_rule_records(const tl_kv_envelope *e, uint32_t first, uint32_t count,
+                             const uint8_t *in, size_t stride, const char *who) {
+    const size_t start = TL_KV_ENVELOPE_HEADER + first * (TL_KV_RECORD + e->block_bytes);
+    for (uint32_t i = 0; i < count; i++, in += stride) {
+        const size_t at = start + i * (TL_KV_RECORD + e->block_bytes);
+        const uint32_t n_tokens = get_u32(in + 8);
+        if (n_tokens == 0 || n_tokens > e->block_tokens) {
+            return tl_fail(TL_EFORMAT,
+                           "%s: n_tokens %" PRIu32 " of block %" PRIu32
+                           " at offset %zu, expected 1 to %" PRIu32 " (rule 6)",
+                           who, n_tokens, first + i, at + 8, e->block_tokens);
+        }
+        if (get_u64(in) != 0 && n_tokens != e->block_tokens) {
+            return tl_fail(TL_EFORMAT,
+                           "%s: block %" PRIu32 " at offset %zu has a hash but only %" PRIu32
+                           " of %" PRIu32 " tokens (rule 6)",
+                           who, first + i, at, n_tokens, e->block_tokens);
+        }
+    }
+    return TL_OK;
+}
+
+/* All of them in their order, first things first: nothing of the pool is looked at before rule 5,
+ * and nothing is changed at all. cfg NULL leaves rule 5 out. */
+tl_status tl_kv_validate(const tl_kv_cfg *cfg, const uint8_t *in, size_t len, const char *who,
+                         tl_kv_envelope *e) {
+    tl_status status = tl_kv_rules_header(in, len, who, e);
+    if (status == TL_OK) {
+        const size_t body = len - TL_KV_TRAILER;
+        e->crc = get_u32(in + body);
+        status = tl_kv_rule_crc(e, e->crc, tl_crc32c(in, body, 0), who);
+    }
+    if (status == TL_OK) {
+        status = tl_kv_rules_kind(e, cfg, who);
+    }
+    if (status == TL_OK) {
+        status = tl_kv_rule_records(e, 0, e->n_blocks, in + TL_KV_ENVELOPE_HEADER,
+                                    TL_KV_RECORD + e->block_bytes, who);
+    }
+    return status;
 }
 
 tl_status tl_kv_import(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids_out) {
     if (p == NULL || buf == NULL) {
         return tl_fail(TL_EINVAL, "tl_kv_import: %s is NULL", p == NULL ? "p" : "buf");
     }
-    uint32_t n = 0;
-    tl_status status = validate_envelope(p, buf, len, &n);
+    tl_kv_envelope envelope;
+    tl_status status = tl_kv_validate(&p->cfg, buf, len, "tl_kv_import", &envelope);
     if (status != TL_OK) {
         return status;
     }
+    const uint32_t n = envelope.n_blocks;
     if (ids_out == NULL && n > 0) {
         return tl_fail(TL_EINVAL, "tl_kv_import: ids_out is NULL");
     }

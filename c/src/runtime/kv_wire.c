@@ -1,6 +1,7 @@
 /*
  * kv_wire.c - an envelope in parts, and in pieces: the same bytes as tl_kv_export, for those who
- * have no use for one large buffer. What the bytes are is in kv_pool.c and formats/kv-block.md.
+ * have no use for one large buffer; and an envelope without a pool. What the bytes are, and the
+ * reader rules, is in kv_pool.c and formats/kv-block.md.
  */
 #include "runtime/kv_wire.h"
 
@@ -139,4 +140,48 @@ tl_status tl_kv_export_pieces(const tl_kv_pool *p, const uint32_t *ids, uint32_t
     out += TL_KV_TRAILER;
     *pieces = (tl_kv_piece){from, (size_t)(out - from)};
     return TL_OK;
+}
+
+/* ---- without a pool ------------------------------------------------------------------------ */
+
+tl_status tl_kv_envelope_check(const void *buf, size_t len, const tl_kv_cfg *shape,
+                               tl_kv_envelope *out) {
+    static const char who[] = "tl_kv_envelope_check";
+    if (buf == NULL || out == NULL) {
+        return tl_fail(TL_EINVAL, "%s: %s is NULL", who, buf == NULL ? "buf" : "out");
+    }
+    return tl_kv_validate(shape, buf, len, who, out);
+}
+
+tl_status tl_kv_envelope_open(const void *header, size_t len, tl_kv_envelope *out) {
+    static const char who[] = "tl_kv_envelope_open";
+    if (header == NULL || out == NULL) {
+        return tl_fail(TL_EINVAL, "%s: %s is NULL", who, header == NULL ? "header" : "out");
+    }
+    return tl_kv_rules_header(header, len, who, out);
+}
+
+tl_status tl_kv_envelope_accept(const tl_kv_envelope *e, const tl_kv_cfg *shape) {
+    static const char who[] = "tl_kv_envelope_accept";
+    return e == NULL ? tl_fail(TL_EINVAL, "%s: e is NULL", who) : tl_kv_rules_kind(e, shape, who);
+}
+
+tl_status tl_kv_envelope_records(const tl_kv_envelope *e, uint32_t first, uint32_t count,
+                                 const void *records, size_t stride) {
+    static const char who[] = "tl_kv_envelope_records";
+    if (e == NULL || (records == NULL && count > 0)) {
+        return tl_fail(TL_EINVAL, "%s: %s is NULL", who, e == NULL ? "e" : "records");
+    }
+    if (first > e->n_blocks || count > e->n_blocks - first) {
+        return tl_fail(TL_EINVAL,
+                       "%s: blocks %" PRIu32 " to %" PRIu64 ", the envelope has %" PRIu32, who,
+                       first, (uint64_t)first + count, e->n_blocks);
+    }
+    return count == 0 ? TL_OK : tl_kv_rule_records(e, first, count, records, stride, who);
+}
+
+tl_status tl_kv_envelope_crc(const tl_kv_envelope *e, uint32_t stored, uint32_t crc) {
+    static const char who[] = "tl_kv_envelope_crc";
+    return e == NULL ? tl_fail(TL_EINVAL, "%s: e is NULL", who)
+                     : tl_kv_rule_crc(e, stored, crc, who);
 }

@@ -7,7 +7,7 @@
 #ifndef TL_RUNTIME_KV_WIRE_H
 #define TL_RUNTIME_KV_WIRE_H
 
-#include "tinyllm/kv_pool.h"
+#include "tinyllm/kv_pool_ext.h"
 
 #define TL_KV_RECORD  12u /* before each payload: hash and n_tokens */
 #define TL_KV_TRAILER 4u  /* the CRC */
@@ -52,5 +52,14 @@ uint32_t tl_kv_put_header(const tl_kv_pool *p, uint32_t n, uint8_t *out);
 uint32_t tl_kv_put_record(const tl_kv_pool *p, uint32_t id, uint8_t *out, uint32_t crc);
 uint32_t tl_kv_put_blocks(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, uint8_t *out,
                           uint32_t crc, int stream);
+
+/* The reader rules (kv_pool.c), whole and in steps; `who` is named in errors. */
+tl_status tl_kv_rules_header(const uint8_t *in, size_t len, const char *who, tl_kv_envelope *e);
+tl_status tl_kv_rule_crc(const tl_kv_envelope *e, uint32_t stored, uint32_t crc, const char *who);
+tl_status tl_kv_rules_kind(const tl_kv_envelope *e, const tl_kv_cfg *cfg, const char *who);
+tl_status tl_kv_rule_records(const tl_kv_envelope *e, uint32_t first, uint32_t count,
+                             const uint8_t *in, size_t stride, const char *who);
+tl_status tl_kv_validate(const tl_kv_cfg *cfg, const uint8_t *in, size_t len, const char *who,
+                         tl_kv_envelope *e);
 
 #endif /* TL_RUNTIME_KV_WIRE_H */
