@@ -175,6 +175,11 @@ class LockedPool {
         return memory_;
     }
 
+    // The same inside run(), which holds the mutex.
+    const std::shared_ptr<Memory> &share_locked() const noexcept {
+        return memory_;
+    }
+
     bool closed() noexcept {
         if (is_foreign()) {
             return true;

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include "args.hpp"
+#include "attention.hpp"
 #include "docs.hpp"
 #include "errors.hpp"
 #include "manager.hpp"
@@ -91,6 +92,7 @@ NB_MODULE(_core, m) {
     bind_envelope(m);
     bind_sequence(m);
     bind_manager(m);
+    bind_attention(m);
 
     m.def("block_hash", &block_hash, "parent"_a.none(), "tokens"_a.none(),
           nb::sig("def block_hash(parent: Int, tokens: Array) -> int"), docs::block_hash);

@@ -21,8 +21,11 @@ RUN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION
 
 def public_objects() -> dict[str, object]:
     found: dict[str, object] = {"kvpool": kvpool}
-    for name in kvpool.__all__:
-        value = getattr(kvpool, name)
+    names = [(name, getattr(kvpool, name)) for name in kvpool.__all__]
+    names += [(f"attention.{n}", getattr(kvpool.attention, n)) for n in kvpool.attention.__all__]
+    for name, value in names:
+        if name == "attention":
+            found[name] = value
         if not callable(value):
             continue
         found[name] = value

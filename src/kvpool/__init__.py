@@ -24,7 +24,7 @@ array([0, 1])
 
 from __future__ import annotations
 
-from . import errors
+from . import attention, errors
 from ._config import get_include, get_library
 from ._core import BlockManager, Pool, Sequence, abi_version, block_hash, block_hashes, crc32c
 from ._manager import BlockEvent, EventType, Fit, ManagerStats
@@ -70,6 +70,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "abi_version",
+    "attention",
     "block_hash",
     "block_hashes",
     "crc32c",

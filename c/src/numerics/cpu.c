@@ -23,7 +23,7 @@ static unsigned detect(void) {
     f |= (c & (1u << 20)) ? TL_CPU_SSE42 : 0;
     f |= (c & (1u << 1)) ? TL_CPU_PCLMUL : 0;
     const int osxsave = (c & (1u << 27)) && (c & (1u << 28));
-    const int f16c = (c & (1u << 29)) != 0;
+    const int f16c = (c & (1u << 29)) != 0, fma = (c & (1u << 12)) != 0;
     if (!osxsave) {
         return f;
     }
@@ -33,6 +33,7 @@ static unsigned detect(void) {
         return f;
     }
     f |= f16c ? TL_CPU_F16C : 0;
+    f |= fma ? TL_CPU_FMA : 0;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
         f |= (b & (1u << 5)) ? TL_CPU_AVX2 : 0;
         f |= (c & (1u << 10)) ? TL_CPU_VPCLMUL : 0;
@@ -54,7 +55,7 @@ static unsigned disabled(void) {
         unsigned bit;
     } names[] = {{"sse42", TL_CPU_SSE42},     {"pclmul", TL_CPU_PCLMUL}, {"avx2", TL_CPU_AVX2},
                  {"vpclmul", TL_CPU_VPCLMUL}, {"avx512", TL_CPU_AVX512}, {"f16c", TL_CPU_F16C},
-                 {"armcrc", TL_CPU_ARMCRC},   {"pmull", TL_CPU_PMULL}};
+                 {"armcrc", TL_CPU_ARMCRC},   {"pmull", TL_CPU_PMULL},   {"fma", TL_CPU_FMA}};
     const char *s = getenv("TL_CPU_DISABLE");
     unsigned off = 0;
     while (s != NULL && *s != '\0') {

@@ -16,6 +16,7 @@
 #define TL_CPU_F16C    (1u << 5) /* f16c: float16 conversions, 8 at a time */
 #define TL_CPU_ARMCRC  (1u << 6) /* armcrc: ARMv8 CRC32 */
 #define TL_CPU_PMULL   (1u << 7) /* pmull: ARMv8 64-bit carry-less multiplication */
+#define TL_CPU_FMA     (1u << 8) /* fma: a * b + c with one rounding */
 
 /* Safe from many threads, the first call included. */
 unsigned tl_cpu_features(void);
