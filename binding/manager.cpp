@@ -124,7 +124,7 @@ BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle 
         raise_type("pool: expected a Pool, found %.100R (%s)", pool.ptr(),
                    Py_TYPE(pool.ptr())->tp_name);
     }
-    tl_kv_mgr_options options = {0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs};
+    tl_kv_mgr_options options = {0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs, tl_kv_prefetch};
     if (!PyUnicode_Check(prefix_cache.ptr())) {
         raise_type("prefix_cache: expected 'hash' or 'none', found %.100R (%s)", prefix_cache.ptr(),
                    Py_TYPE(prefix_cache.ptr())->tp_name);

@@ -45,6 +45,11 @@ TL_API uint64_t tl_kv_hash(const tl_kv_pool *p, uint32_t id);
  * registered under hash, else 0 with *id and the error slot untouched. O(1) expected. */
 TL_API int tl_kv_find(const tl_kv_pool *p, uint64_t hash, uint32_t *id);
 
+/* A hint that hash is going to be registered: asks for the memory that this reads and writes. near
+ * 0 some blocks ahead of it, and 1 when about half of that time has passed: what is asked for then
+ * is known from the memory asked for before. Changes nothing. O(1). */
+TL_API void tl_kv_prefetch(const tl_kv_pool *p, uint64_t hash, int near);
+
 /*
  * Frees one cached block now, whatever its place in the LRU order: it is unregistered and goes to
  * the free list. Not counted as an eviction: nobody needed the room. TL_EINVAL, and nothing

@@ -57,16 +57,19 @@ typedef struct {
      * What kv_pool.h cannot do; each may be NULL. Ours are in kv_pool_ext.h, another pool brings
      * its own.
      *
-     *   evict   tl_kv_evict. Without: tl_kv_mgr_evict is TL_EUNSUPPORTED, and blocks of before a
-     *           reset keep their names, unfindable, until the pool evicts them.
-     *   find    tl_kv_find. Without: who holds a name is asked with a lookup, which counts as a use
-     * of the holder, and collisions are counted as unproven. refs    tl_kv_refs. Without: adopt
-     * cannot see that the caller has no reference of its own, and an append that is refused may
-     * have given a tail that others hold its own copy.
+     *   evict      tl_kv_evict. Without: tl_kv_mgr_evict is TL_EUNSUPPORTED, and blocks of before a
+     *              reset keep their names, unfindable, until the pool evicts them.
+     *   find       tl_kv_find. Without: who holds a name is asked with a lookup, which counts as a
+     *              use of the holder, and collisions are counted as unproven.
+     *   refs       tl_kv_refs. Without: adopt cannot see that the caller has no reference of its
+     *              own, and an append that is refused may have given a tail that others hold its
+     *              own copy.
+     *   prefetch   tl_kv_prefetch. Without: a commit into a large pool waits for memory.
      */
     tl_status (*evict)(tl_kv_pool *p, uint32_t id);
     int (*find)(const tl_kv_pool *p, uint64_t hash, uint32_t *id);
     uint32_t (*refs)(const tl_kv_pool *p, uint32_t id);
+    void (*prefetch)(const tl_kv_pool *p, uint64_t hash, int near);
 } tl_kv_mgr_options;
 
 /*

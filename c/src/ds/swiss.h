@@ -10,12 +10,11 @@
 tl_status tl_map_insert(tl_map *m, uint64_t k, uint64_t v, uint64_t *held);
 
 /* A lookup of k waits for two cache lines: the tags of its home group, then the slot they point
- * at. A batch asks for all tags first, then for all slots, then looks up. */
+ * at; in a table of some 10,000 keys the tags are near. A batch asks for all tags first, then for
+ * all slots, then looks up; one that inserts asks for the empty slot. */
 void tl_map_prefetch_tags(const tl_map *m, uint64_t k);
 void tl_map_prefetch_slot(const tl_map *m, uint64_t k);
-
-/* For one lookup that comes later: all four lines of the home group of k. */
-void tl_map_prefetch_group(const tl_map *m, uint64_t k);
+void tl_map_prefetch_empty(const tl_map *m, uint64_t k);
 
 /* Bytes allocated for the table, and whether its counts agree with its contents (for tl_kv_check
  * and the tests; the slot says what does not). O(size of the table). */

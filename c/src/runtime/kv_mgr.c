@@ -45,6 +45,7 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
     *m = (tl_kv_mgr){.pool = p,
                      .opt = *opt,
                      .n_blocks = cfg.n_blocks,
+                     .far = opt->prefetch != NULL && cfg.n_blocks >= FAR_BLOCKS,
                      .block_tokens = cfg.block_tokens,
                      .block_bytes = tl_kv_block_bytes(p),
                      .evictions = stats.evictions};
@@ -59,9 +60,8 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
         goto fail;
     }
     m->records = tl_alloc_array(record_bytes, 1);
-    m->ns_of = m->records == NULL ? NULL : tl_alloc_array(n * sizeof(uint32_t), 1);
-    m->buckets = m->ns_of == NULL ? NULL : tl_alloc_array(n * sizeof(uint32_t), 1);
-    if (m->buckets == NULL || tl_map_create(16, &m->ns_by_root) != TL_OK) {
+    if (m->records == NULL || !tl_ids_make(&m->index, n) ||
+        tl_map_create(16, &m->ns_by_root) != TL_OK) {
         goto fail;
     }
     status = tl_proof_key_init(&m->key, m->block_tokens);
@@ -80,9 +80,9 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
             goto fail;
         }
     }
-    memset(m->records, 0, record_bytes);
-    memset(m->ns_of, 0xFF, n * sizeof(uint32_t));   /* NS_NONE */
-    memset(m->buckets, 0xFF, n * sizeof(uint32_t)); /* NO_BLOCK */
+    for (size_t i = 0; i < n; i++) {
+        m->records[i] = (tl_record){.ns = NS_NONE};
+    }
     *out = m;
     return TL_OK;
 
@@ -109,8 +109,7 @@ void tl_kv_mgr_destroy(tl_kv_mgr *m) {
     tl_free(m->events);
     tl_map_destroy(m->ns_by_root);
     tl_proof_key_free(&m->key);
-    tl_free(m->buckets);
-    tl_free(m->ns_of);
+    tl_ids_free(&m->index);
     tl_free(m->records);
     tl_vec_free(&m->scratch);
     tl_vec_free(&m->free_slots);
@@ -125,7 +124,7 @@ size_t tl_kv_mgr_bytes(const tl_kv_mgr *m) {
         return 0;
     }
     const size_t n = m->n_blocks;
-    size_t bytes = sizeof *m + n * (sizeof(tl_record) + 2 * sizeof(uint32_t)) +
+    size_t bytes = sizeof *m + n * sizeof(tl_record) + tl_ids_bytes(&m->index) +
                    (size_t)m->block_tokens * sizeof m->key.powers[0];
     for (size_t i = 0; i < m->slots.len; i++) {
         const tl_slot *s = &mgr_slots(m)[i];
@@ -223,46 +222,45 @@ tl_status tl_kv_mgr_events(tl_kv_mgr *m, tl_kv_event *out, size_t cap, uint32_t 
 
 /* ---- the index ----------------------------------------------------------------------------- */
 
-static inline uint32_t *bucket_of(const tl_kv_mgr *m, tl_proof proof) {
-    const uint64_t upper = proof.x[0] >> 29; /* the upper 32 of 61 bits */
-    return &m->buckets[(upper * m->n_blocks) >> 32];
+/* Group and tag of a proof, from one of its halves. Of prefixes that differ in their last token
+ * alone the halves are arithmetic progressions, evenly spread for most secrets, but in lumps for
+ * some. Their squares are spread as at random for all of them. */
+static inline uint64_t hash_of(const tl_proof *proof) {
+    __extension__ typedef unsigned __int128 u128;
+    const u128 square = (u128)proof->x[0] * proof->x[0];
+    return (uint64_t)square ^ (uint64_t)(square >> 64);
+}
+
+static inline int has_proof(const void *mgr, uint32_t id, const void *proof) {
+    const tl_kv_mgr *m = mgr;
+    return tl_proof_equal(m->records[id].proof, *(const tl_proof *)proof);
 }
 
 uint32_t mgr_find(const tl_kv_mgr *m, tl_proof proof) {
-    uint32_t id = *bucket_of(m, proof);
-    while (id != NO_BLOCK && !tl_proof_equal(m->records[id].proof, proof)) {
-        id = m->records[id].next;
-    }
-    return id;
+    return tl_ids_find(&m->index, hash_of(&proof), has_proof, m, &proof);
 }
 
 void mgr_prefetch(const tl_kv_mgr *m, tl_proof proof) {
-    TL_PREFETCH(bucket_of(m, proof));
+    tl_ids_prefetch(&m->index, hash_of(&proof));
 }
 
 void mgr_store(tl_kv_mgr *m, uint32_t id, uint32_t ns, tl_proof proof, uint64_t name,
                uint64_t parent, const uint32_t *toks) {
-    uint32_t *bucket = bucket_of(m, proof);
     tl_record *r = &m->records[id];
     r->proof = proof;
     r->name = name;
-    r->next = *bucket;
-    *bucket = id;
-    m->ns_of[id] = ns;
+    r->ns = ns;
+    tl_ids_add(&m->index, hash_of(&proof), id);
     m->stats.stored++;
     m->stats.n_findable++;
     emit(m, TL_KV_STORED, id, name, parent, toks);
 }
 
-/* Unlinks a findable block; the caller says what that means. */
-static void unlink_block(tl_kv_mgr *m, uint32_t id) {
+/* Takes a findable block out of the index; the caller says what that means. */
+static inline void unlink_block(tl_kv_mgr *m, uint32_t id) {
     tl_record *r = &m->records[id];
-    uint32_t *link = bucket_of(m, r->proof);
-    while (*link != id) {
-        link = &m->records[*link].next;
-    }
-    *link = r->next;
-    m->ns_of[id] = NS_NONE;
+    tl_ids_remove(&m->index, hash_of(&r->proof), id);
+    r->ns = NS_NONE;
     m->stats.n_findable--;
     m->stats.removed++;
 }
@@ -275,7 +273,7 @@ void mgr_unfind(tl_kv_mgr *m, uint32_t id) {
 /* A block the pool has just handed out, or freed: whatever it was known for is gone. */
 static inline void forget(tl_kv_mgr *m, uint32_t id) {
     if (m->records[id].name != 0) {
-        if (m->ns_of[id] != NS_NONE) {
+        if (m->records[id].ns != NS_NONE) {
             mgr_unfind(m, id);
         }
         m->records[id].name = 0;
@@ -307,7 +305,7 @@ void mgr_notice_evictions(tl_kv_mgr *m) {
      * name may already stand for other content, so nothing that nobody holds is trusted. */
     for (uint32_t id = 0; id < m->n_blocks; id++) {
         if (m->records[id].name != 0 && m->records[id].holders == 0) {
-            if (m->ns_of[id] != NS_NONE) {
+            if (m->records[id].ns != NS_NONE) {
                 mgr_unfind(m, id);
             }
             free_if_idle(m, id);
@@ -327,13 +325,12 @@ static void taken(tl_kv_mgr *m, const uint32_t *ids, size_t n) {
     if (stats.used > m->stats.peak_used) {
         m->stats.peak_used = stats.used;
     }
-    /* Three cache misses in a row for each evicted block: its record, its bucket, its neighbour in
-     * the bucket. Ask ahead for the first two. */
+    /* Two cache misses in a row for each evicted block: its record, then its group in the index. */
     for (size_t i = 0; i < n; i++) {
         if (i + 2 * TAKE_AHEAD < n) {
             TL_PREFETCH(&m->records[ids[i + 2 * TAKE_AHEAD]]);
         }
-        if (i + TAKE_AHEAD < n && m->records[ids[i + TAKE_AHEAD]].name != 0) {
+        if (i + TAKE_AHEAD < n) {
             mgr_prefetch(m, m->records[ids[i + TAKE_AHEAD]].proof);
         }
         forget(m, ids[i]);
@@ -355,7 +352,7 @@ void mgr_drop(tl_kv_mgr *m, uint32_t id) {
     tl_record *r = &m->records[id];
     r->holders--;
     (void)tl_kv_unref(m->pool, id);
-    if (TL_UNLIKELY(r->name != 0 && m->ns_of[id] == NS_NONE)) {
+    if (TL_UNLIKELY(r->name != 0 && m->records[id].ns == NS_NONE)) {
         free_if_idle(m, id);
     }
 }
@@ -379,7 +376,7 @@ tl_status tl_kv_mgr_reset(tl_kv_mgr *m, const uint64_t *root) {
         }
     }
     for (uint32_t id = 0; id < m->n_blocks; id++) {
-        if (m->ns_of[id] == NS_NONE || (root != NULL && m->ns_of[id] != only)) {
+        if (m->records[id].ns == NS_NONE || (root != NULL && m->records[id].ns != only)) {
             continue;
         }
         if (root == NULL) {
@@ -412,7 +409,7 @@ tl_status tl_kv_mgr_evict(tl_kv_mgr *m, const uint32_t *ids, size_t n) {
     }
     mgr_notice_evictions(m);
     for (size_t i = 0; i < n; i++) {
-        if (m->ns_of[ids[i]] != NS_NONE) {
+        if (m->records[ids[i]].ns != NS_NONE) {
             mgr_unfind(m, ids[i]);
             free_if_idle(m, ids[i]);
         }
@@ -480,8 +477,8 @@ static tl_status check_slot(const tl_kv_mgr *m, size_t at) {
         if (ids[i] >= m->n_blocks) {
             return disagree("a sequence holds a block out of range: block", ids[i]);
         }
-        /* ns_of NS_NONE: it was reset while held, so its proof is of an earlier epoch */
-        if (i < s->n_links && m->ns_of[ids[i]] != NS_NONE &&
+        /* NS_NONE: it was reset while held, so its proof is of an earlier epoch */
+        if (i < s->n_links && m->records[ids[i]].ns != NS_NONE &&
             !tl_proof_equal(m->records[ids[i]].proof, links[i].proof)) {
             return disagree("a sequence holds a block of another prefix: block", ids[i]);
         }
@@ -544,11 +541,11 @@ tl_status tl_kv_mgr_check(const tl_kv_mgr *m) {
     size_t n_findable = 0;
     for (uint32_t id = 0; id < m->n_blocks; id++) {
         const tl_record *r = &m->records[id];
-        if (m->ns_of[id] == NS_NONE) {
+        if (m->records[id].ns == NS_NONE) {
             continue;
         }
         n_findable++;
-        if (r->name == 0 || m->ns_of[id] >= m->namespaces.len) {
+        if (r->name == 0 || m->records[id].ns >= m->namespaces.len) {
             return disagree("findable without a name or a namespace: block", id);
         }
         if (mgr_find(m, r->proof) != id) {

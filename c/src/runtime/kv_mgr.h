@@ -5,28 +5,28 @@
  *
  *     name 0       not registered by us: free, or private to its holders
  *     name h       registered in the pool under h; proof says what was computed into it
- *       findable   in the index: ns_of[id] is its namespace
- *       not        ns_of[id] == NS_NONE: reset or evicted while held, or before a reset
+ *       findable   in the index: ns is its namespace
+ *       not        ns is NS_NONE: reset or evicted while held, or before a reset
  *
- *   buckets[b]     first id of a chain through records[].next, NO_BLOCK ends it; b comes from the
- *                  proof, which nobody outside can steer
+ *   index          the findable blocks by their proofs, which nobody outside can steer
  *
  *   slots[i]       a sequence; its handle is its generation << 32 | i
  */
 #ifndef TL_RUNTIME_KV_MGR_H
 #define TL_RUNTIME_KV_MGR_H
 
+#include "ds/ids.h"
 #include "runtime/proof.h"
 #include "tinyllm/ds.h"
 #include "tinyllm/kv_seq.h"
 
-#define NO_BLOCK UINT32_MAX
+#define NO_BLOCK TL_IDS_NONE
 #define NS_NONE  UINT32_MAX
 
 typedef struct {
     tl_proof proof;
     uint64_t name;
-    uint32_t next;
+    uint32_t ns;
     uint32_t holders; /* sequences of this manager that hold the block */
 } tl_record;
 
@@ -59,12 +59,12 @@ struct tl_kv_mgr {
     tl_kv_pool *pool;
     tl_kv_mgr_options opt;
     uint32_t n_blocks, block_tokens;
+    int far; /* the pool's index is out of the caches, and the options carry a prefetch */
     size_t block_bytes;
     uint32_t evictions; /* of the pool, as far as this manager knows */
     tl_proof_key key;
     tl_record *records;
-    uint32_t *ns_of;
-    uint32_t *buckets;
+    tl_ids index;
     tl_vec namespaces; /* tl_namespace */
     tl_map *ns_by_root;
     tl_vec slots;      /* tl_slot */
@@ -79,7 +79,8 @@ struct tl_kv_mgr {
     uint64_t event_number;
 };
 
-#define EVENT_CAP ((size_t)65536)
+#define EVENT_CAP  ((size_t)65536)
+#define FAR_BLOCKS ((uint32_t)1 << 15) /* some MB of index */
 
 static inline tl_slot *mgr_slots(const tl_kv_mgr *m) {
     return m->slots.data;

@@ -190,12 +190,13 @@ static inline tl_kv_block *held_block_at(const tl_kv_pool *p, uint32_t id, const
 static uint32_t evict_oldest(tl_kv_pool *p) {
     tl_kv_block *b = tl_kv_block_of(p->cached.head.next);
     tl_lru_unlink(&p->cached, &b->lru);
-    /* In a large pool each victim's record and its group of the index are far away. Ask for the
-     * next victim's group, and for the record after that, while this one is handled. */
-    if (p->cached.len > 0) {
+    /* In a large pool each victim's record, and the tags and the slot of its name in the index, are
+     * far away. Three victims are on their way while this one is handled, each a step further. */
+    if (p->cached.len > 2) {
         const tl_list_node *next = p->cached.head.next;
-        tl_map_prefetch_group(p->index, TL_CONTAINER_OF(next, const tl_kv_block, lru)->hash);
-        TL_PREFETCH(next->next);
+        tl_map_prefetch_slot(p->index, TL_CONTAINER_OF(next, const tl_kv_block, lru)->hash);
+        tl_map_prefetch_tags(p->index, TL_CONTAINER_OF(next->next, const tl_kv_block, lru)->hash);
+        TL_PREFETCH(next->next->next);
     }
     (void)tl_map_del(p->index, b->hash);
     b->hash = 0;

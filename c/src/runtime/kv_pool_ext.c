@@ -66,6 +66,16 @@ int tl_kv_find(const tl_kv_pool *p, uint64_t hash, uint32_t *id) {
     return 1;
 }
 
+void tl_kv_prefetch(const tl_kv_pool *p, uint64_t hash, int near) {
+    if (p == NULL) {
+        tl_set_last_error("tl_kv_prefetch: p is NULL");
+    } else if (near) {
+        tl_map_prefetch_empty(p->index, hash);
+    } else {
+        tl_map_prefetch_tags(p->index, hash);
+    }
+}
+
 tl_status tl_kv_evict(tl_kv_pool *p, uint32_t id) {
     if (block_or_null(p, id, "tl_kv_evict") == NULL) {
         return TL_EINVAL;

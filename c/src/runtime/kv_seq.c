@@ -168,6 +168,9 @@ static void extend_names(tl_kv_mgr *m, tl_slot *s, size_t n) {
     uint64_t name = parent_of(m, s, s->n_named);
     for (size_t i = s->n_named; i < n; i++) {
         name = links[i].name = tl_kv_block_hash(name, seq_tokens(s) + i * B, B);
+        if (m->far) {
+            m->opt.prefetch(m->pool, name, 0);
+        }
     }
     s->n_named = n;
 }
@@ -438,7 +441,7 @@ static tl_status own_tail(tl_kv_mgr *m, tl_slot *s, tl_kv_copy *copies, size_t *
     const tl_kv_copy copy = {*last, mine};
     mgr_notice_evictions(m); /* cow may have evicted: safe, if blunt, and rare */
     m->records[copy.src].holders--;
-    m->records[mine] = (tl_record){.holders = 1};
+    m->records[mine] = (tl_record){.ns = NS_NONE, .holders = 1};
     *last = mine;
     m->stats.copies++;
     if (copies != NULL) {
@@ -630,7 +633,8 @@ tl_status tl_kv_seq_append_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_s
     return TL_OK;
 }
 
-#define STORE_AHEAD ((size_t)4) /* how many blocks ahead their buckets are asked for */
+/* How many blocks ahead a commit makes names and asks for groups of the index. */
+#define STORE_AHEAD ((size_t)4)
 
 /* ---- commit -------------------------------------------------------------------------------- */
 
@@ -660,7 +664,7 @@ static tl_status meet_held_name(tl_kv_mgr *m, const tl_link *link) {
     }
     /* Without `find` nobody asks: a lookup would keep the holder in use for ever. */
     const uint32_t holder = m->opt.find != NULL ? holder_of(m, link->name) : NO_BLOCK;
-    if (holder != NO_BLOCK && m->ns_of[holder] != NS_NONE &&
+    if (holder != NO_BLOCK && m->records[holder].ns != NS_NONE &&
         m->records[holder].name == link->name) {
         m->stats.collisions++; /* findable, so its proof is known, and it is another one */
         return TL_EBUSY;
@@ -677,14 +681,18 @@ static tl_status meet_held_name(tl_kv_mgr *m, const tl_link *link) {
 /* Full blocks [first, end) of the sequence are computed: those that have no name get one. */
 static void commit_blocks(tl_kv_mgr *m, tl_slot *s, size_t first, size_t end) {
     const int named = has_prefix_cache(m) && s->epoch == mgr_namespaces(m)[s->ns].epoch;
-    if (named) {
-        extend_names(m, s, end);
-    }
     const tl_link *links = seq_links(s);
     for (size_t i = first; i < end; i++) {
         const uint32_t id = seq_blocks(s)[i];
-        if (named && i + STORE_AHEAD < end) {
-            mgr_prefetch(m, links[i + STORE_AHEAD].proof);
+        if (named) {
+            /* A name is a chain of multiplications that waits for the one before: it is made some
+             * blocks ahead, and the processor works on it while this block is registered. */
+            const size_t ahead = end - i > STORE_AHEAD ? i + STORE_AHEAD : end - 1;
+            extend_names(m, s, ahead + 1);
+            mgr_prefetch(m, links[ahead].proof);
+            if (m->far) {
+                m->opt.prefetch(m->pool, links[(i + ahead) / 2].name, 1);
+            }
         }
         if (m->records[id].name != 0) {
             continue; /* a hit, or a fork has committed it */
@@ -858,7 +866,7 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
                        ", which sequences hold and the caller does not",
                        who, i, id);
     }
-    if (full && has_prefix_cache(m) && m->ns_of[id] != NS_NONE &&
+    if (full && has_prefix_cache(m) && m->records[id].ns != NS_NONE &&
         !tl_proof_equal(m->records[id].proof, seq_links(s)[i].proof)) {
         return tl_fail(TL_EFORMAT,
                        "%s: ids[%zu] is block %" PRIu32 ", which was computed from other tokens",

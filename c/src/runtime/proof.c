@@ -39,7 +39,6 @@ tl_status tl_proof_key_init(tl_proof_key *key, uint32_t block_tokens) {
             power = mul(power, k);
         }
         key->point[lane] = k;
-        key->point_B[lane] = key->powers[0][lane];
     }
     return TL_OK;
 }
@@ -62,22 +61,25 @@ tl_proof tl_proof_start(const tl_proof_key *key, uint64_t root, uint32_t epoch) 
     return p;
 }
 
-/* A sum of n products of 32 by 61 bits stays below n * 2^93, and with the product of the step
- * before below 2^123, for n up to 2^29 at a time: what reduce takes. */
+/* A sum of n products of 32 by 61 bits stays below n * 2^93, and with the first product, of 62 by
+ * 61 bits, below 2^124, for n up to 2^29 at a time: what reduce takes. */
 #define SUM_MAX (1u << 29)
 
+/* p k^B + t_0 k^B + t_1 k^(B-1) + ...: the first two share their multiplication. */
 tl_proof tl_proof_step(const tl_proof_key *key, tl_proof p, const uint32_t *toks) {
     const uint32_t n = key->block_tokens;
-    u128 s0 = (u128)p.x[0] * key->point_B[0];
-    u128 s1 = (u128)p.x[1] * key->point_B[1];
-    for (uint32_t j = 0; j < n;) {
+    u128 s0 = (u128)(p.x[0] + toks[0]) * key->powers[0][0];
+    u128 s1 = (u128)(p.x[1] + toks[0]) * key->powers[0][1];
+    for (uint32_t j = 1; j < n;) {
         const uint32_t end = n - j > SUM_MAX ? j + SUM_MAX : n;
         for (; j < end; j++) {
             s0 += (u128)key->powers[j][0] * toks[j];
             s1 += (u128)key->powers[j][1] * toks[j];
         }
-        s0 = reduce(s0);
-        s1 = reduce(s1);
+        if (TL_UNLIKELY(end < n)) {
+            s0 = reduce(s0);
+            s1 = reduce(s1);
+        }
     }
-    return (tl_proof){{(uint64_t)s0, (uint64_t)s1}};
+    return (tl_proof){{reduce(s0), reduce(s1)}};
 }

@@ -16,12 +16,13 @@
  *
  * The last power is k, not 1: prefixes that differ in their last token alone must not have
  * neighbouring proofs. The index is addressed by a proof's upper bits, and whoever sent a thousand
- * prompts with another last token each would fill one of its buckets with all of them.
+ * prompts with another last token each would fill one corner of it with all of them.
  *
- * A step takes one block of B tokens: p' = p * k^B + sum of t_j * k^(B-j). The powers are in a
- * table, the products of the sum are independent of each other (32 x 61 bits, added up in 128), and
- * only one multiplication waits for the block before. So a step costs some 10 ns, whatever the
- * token ids, against 50 for the FNV-1a name of the same block, which is a chain of multiplications.
+ * A step takes one block of B tokens: p' = (p + t0) * k^B + sum of t_j * k^(B-j) for j from 1. The
+ * powers are in a table, the products of the sum are independent of each other (32 x 61 bits, added
+ * up in 128), and only one multiplication waits for the block before. So a step costs some 10 ns,
+ * whatever the token ids, against 50 for the FNV-1a name of the same block, which is a chain of
+ * multiplications.
  */
 #ifndef TL_RUNTIME_PROOF_H
 #define TL_RUNTIME_PROOF_H
@@ -39,7 +40,6 @@ typedef struct {
 typedef struct {
     uint32_t block_tokens;
     uint64_t point[2];     /* the secret k */
-    uint64_t point_B[2];   /* k^B */
     uint64_t (*powers)[2]; /* powers[j] = k^(B-j), B of them */
 } tl_proof_key;
 
