@@ -21,11 +21,12 @@ except ImportError as error:
     raise MissingPackage.named(error.name) from error
 
 if TYPE_CHECKING:
-    from kvpool.engine.tokenizer import Tokenizer
+    from kvpool.engine.engine import Step
+    from kvpool.engine.tokenizer import Tokenizer, TokenStream
 
-    from .generate import Request, Run
+    from .generate import Prompt, Run
 
-OnToken = Callable[[int, int], None]
+OnStep = Callable[["Step"], None]
 OnProgress = Callable[[int, int], None]
 
 
@@ -35,8 +36,8 @@ class Show(Protocol):
     def loading(self, name: str) -> Any:
         """Context manager, gives a callable (done, total) for the progress of loading."""
 
-    def answers(self, prompt: str, tokenizer: Tokenizer, n: int) -> Any:
-        """Context manager around one prompt, gives a callable (sample, token)."""
+    def answers(self, run: Run, tokenizer: Tokenizer) -> Any:
+        """Context manager around all answers, gives a callable for every step of the engine."""
 
     def summary(self, run: Run, tokenizer: Tokenizer) -> None:
         """The sums at the end, or as far as it got."""
@@ -71,8 +72,8 @@ class _Json:
         return _progress(name, quiet=True)
 
     @contextmanager
-    def answers(self, prompt: str, tokenizer: Tokenizer, n: int) -> Iterator[OnToken]:
-        yield lambda sample, token: None
+    def answers(self, run: Run, tokenizer: Tokenizer) -> Iterator[OnStep]:
+        yield lambda step: None
 
     def summary(self, run: Run, tokenizer: Tokenizer) -> None:
         print(json.dumps(_document(run, tokenizer), indent=2, ensure_ascii=False))
@@ -88,41 +89,32 @@ class _Text:
         return _progress(name, quiet=False)
 
     @contextmanager
-    def answers(self, prompt: str, tokenizer: Tokenizer, n: int) -> Iterator[OnToken]:
-        """Streams the first sample; the others are computed beside it and follow it whole."""
-        from kvpool.engine.tokenizer import TokenStream
+    def answers(self, run: Run, tokenizer: Tokenizer) -> Iterator[OnStep]:
+        """On a terminal, what runs as a live view and each answer as it is done; in a pipe, the
+        answers one after the other, the first one that is not done as it comes."""
+        if self._console.is_terminal:
+            from ._live import LiveView
 
-        self._console.print(Text(f"> {_clean(prompt)}", style="bold cyan"))
-        if n > 1:
-            self._console.print(Text("[1] ", style="dim"), end="")
-        stream = TokenStream(tokenizer)
-        others: list[list[int]] = [[] for _ in range(n)]
-
-        def on_token(sample: int, token: int) -> None:
-            if sample == 0:
-                self._write(stream.feed(token))
-            others[sample].append(token)
-
+            with LiveView(self._console, run, tokenizer) as view:
+                yield view.on_step
+            return
+        shown = _InOrder(run, tokenizer, self._write)
         try:
-            yield on_token
+            yield shown.on_step
         finally:
-            self._write(stream.end() + "\n")
-        for i, tokens in enumerate(others[1:], start=2):
-            self._console.print(Text(f"[{i}] ", style="dim"), end="")
-            self._write(tokenizer.decode(tokens) + "\n")
-        self._write("\n")
+            shown.end()
 
     def summary(self, run: Run, tokenizer: Tokenizer) -> None:
         if run.interrupted and sys.stderr is not None:
-            done = sum(request.done for request in run.started)
+            done = sum(prompt.is_answered for prompt in run.prompts)
             print(
-                f"kvpool generate: interrupted; {done} of {len(run.requests)} prompts answered, "
+                f"kvpool generate: interrupted; {done} of {len(run.prompts)} prompts answered, "
                 f"{_total(run)['tokens']} tokens generated, {run.pool.stats.used} blocks in use",
                 file=sys.stderr,
             )
         if not run.started:
             return
-        rows = [_row(run, request) for request in run.started]
+        rows = [_row(run, prompt) for prompt in run.started]
         if len(rows) > 1:
             rows.append(_total_row(run))
         if self._console.is_terminal:
@@ -133,11 +125,60 @@ class _Text:
             self._write("\n".join([*_columns(rows), "", *map(": ".join, _notes(run))]) + "\n")
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(_clean(text))
+        sys.stdout.write(clean(text))
         sys.stdout.flush()
 
 
-def _clean(text: str) -> str:
+class _InOrder:
+    """Writes the answers in the order of the prompts: of the one at hand every token as it comes,
+    of those behind it what there is when their turn comes."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
+        self._run, self._tokenizer, self._write = run, tokenizer, write
+        self._at = self._n_written = 0
+        self._stream: TokenStream | None = None
+
+    def on_step(self, step: Step) -> None:
+        """Writes what is new."""
+        prompts = self._run.prompts
+        while self._at < len(prompts):
+            prompt = prompts[self._at]
+            self._write_new(prompt)
+            if not prompt.request.is_done:
+                return
+            self._write_rest(prompt)
+
+    def end(self) -> None:
+        """What was begun and not finished."""
+        for prompt in self._run.prompts[self._at :]:
+            if prompt.request.n_tokens:
+                self._write_new(prompt)
+                self._write_rest(prompt)
+
+    def _write_new(self, prompt: Prompt) -> None:
+        from kvpool.engine.tokenizer import TokenStream
+
+        request = prompt.request
+        if request.beams and not request.is_done:
+            return  # beams change places
+        if self._stream is None:
+            self._stream, self._n_written = TokenStream(self._tokenizer), 0
+            self._write(f"> {clean(prompt.text)}\n" + ("[1] " if request.n > 1 else ""))
+        new = request.samples[0].tokens[self._n_written :] if request.samples else []
+        self._n_written += len(new)
+        self._write("".join(map(self._stream.feed, new)))
+
+    def _write_rest(self, prompt: Prompt) -> None:
+        """The end of the first sample, and the other ones."""
+        if self._stream is not None:
+            self._write(self._stream.end() + "\n")
+        for i, sample in enumerate(prompt.request.samples[1:], start=2):
+            self._write(f"[{i}] {self._tokenizer.decode(sample.tokens)}\n")
+        self._write("\n")
+        self._stream, self._at = None, self._at + 1
+
+
+def clean(text: str) -> str:
     """Without the control characters by which a text could steer the terminal."""
     return "".join(c for c in text if c in "\n\t" or (c.isprintable() or c == "\u00a0"))
 
@@ -193,36 +234,43 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _rate(tokens: int, seconds: float) -> float:
+def rate(tokens: int, seconds: float) -> float:
     return tokens / seconds if seconds > 0 else 0.0
 
 
-def _size(n_bytes: int) -> str:
+def size(n_bytes: int) -> str:
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.2f} {unit}"
     return f"{n_bytes} B"
 
 
-def _row(run: Run, request: Request) -> tuple[str, ...]:
-    result = request.result
-    prompt = " ".join(_clean(request.prompt).split())
+def short(prompt: str, width: int = _PROMPT_WIDTH) -> str:
+    """A prompt on one line of at most ``width`` characters."""
+    text = " ".join(clean(prompt).split())
+    return text if len(text) <= width else text[: width - 1] + "\u2026"
+
+
+def _row(run: Run, prompt: Prompt) -> tuple[str, ...]:
+    request = prompt.request
     return (
-        prompt if len(prompt) <= _PROMPT_WIDTH else prompt[: _PROMPT_WIDTH - 1] + "\u2026",
-        str(result.prompt_tokens),
-        str(result.cached_tokens),
-        str(result.n_tokens),
-        f"{_rate(result.n_tokens, result.decode_s):.1f}",
+        short(prompt.text),
+        str(len(request.prompt)),
+        str(request.n_cached),
+        str(request.n_tokens),
+        f"{rate(request.n_tokens, request.decode_s):.1f}",
         str(request.peak_blocks),
-        _size(request.peak_blocks * run.pool.block_bytes),
-        _size(run.contiguous_bytes(request)),
+        size(request.peak_blocks * run.pool.block_bytes),
+        size(run.contiguous_bytes(prompt)),
     )
 
 
 def _total_row(run: Run) -> tuple[str, ...]:
-    total = _total(run)
+    total, peak = _total(run), run.manager.stats.peak_used
     counts = (str(total[key]) for key in ("prompt_tokens", "cached_tokens", "tokens"))
-    return ("all", *counts, f"{total['tokens_per_s']:.1f}", "", "", "")
+    contiguous = sum(map(run.contiguous_bytes, run.started))
+    speed = f"{total['tokens_per_s']:.1f}"
+    return ("all", *counts, speed, str(peak), size(peak * run.pool.block_bytes), size(contiguous))
 
 
 def _notes(run: Run) -> list[tuple[str, str]]:
@@ -230,8 +278,9 @@ def _notes(run: Run) -> list[tuple[str, str]]:
     pool, args, total = run.pool, run.args, _total(run)
     stats = pool.stats
     share = 100 * run.manager.stats.hit_rate
-    samples = "1 sequence" if args.n == 1 else f"{args.n} sequences"
-    return [
+    width = run.prompts[0].request.width
+    samples = "1 sequence" if width == 1 else f"{width} sequences"
+    notes = [
         (
             "prefix cache",
             f"{total['cached_tokens']} of {total['prompt_tokens']} prompt tokens ({share:.0f} %)"
@@ -241,25 +290,35 @@ def _notes(run: Run) -> list[tuple[str, str]]:
             "blocks",
             f"{stats.free} free, {stats.used} used, {stats.cached} cached of {pool.n_blocks} "
             f"({pool.block_tokens} tokens, {pool.block_bytes:,} bytes each); "
-            f"{stats.evictions} evicted",
+            f"{stats.evictions} evicted, {total['preemptions']} requests preempted",
         ),
         (
             "KV bytes",
-            "in blocks: those in use at the prompt's peak; contiguous: "
-            f"{samples} with room for the prompt and {args.max_tokens - 1} more tokens each",
+            "in blocks: those in use at the prompt's peak, shared ones too (all: at the pool's); "
+            f"contiguous: {samples} with room for the prompt and {args.max_tokens - 1} more tokens "
+            "each",
         ),
     ]
+    if args.draft:
+        text = f"{total['accepted_tokens']} of {total['drafted_tokens']} guessed tokens were right"
+        notes.append(("drafts", text))
+    return notes
 
 
 def _total(run: Run) -> dict[str, Any]:
-    results = [request.result for request in run.started]
-    tokens = sum(result.n_tokens for result in results)
+    tokens = sum(step.n_tokens for step in run.steps)
     stats = run.manager.stats
     return {
         "prompt_tokens": stats.prompt_tokens,
         "cached_tokens": stats.hit_tokens,
         "tokens": tokens,
-        "tokens_per_s": _rate(tokens, sum(result.decode_s for result in results)),
+        "tokens_per_s": rate(tokens, run.elapsed_s),
+        "elapsed_s": run.elapsed_s,
+        "passes": len(run.steps),
+        "preemptions": sum(len(step.preempted) for step in run.steps),
+        "drafted_tokens": sum(step.n_drafted for step in run.steps),
+        "accepted_tokens": sum(step.n_accepted for step in run.steps),
+        "peak_blocks": stats.peak_used,
     }
 
 
@@ -269,25 +328,27 @@ def _document(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
     stats = pool.stats
     prompts = [
         {
-            "prompt": request.prompt,
-            "prompt_tokens": request.result.prompt_tokens,
-            "cached_tokens": request.result.cached_tokens,
+            "prompt": prompt.text,
+            "prompt_tokens": len(prompt.request.prompt),
+            "cached_tokens": prompt.request.n_cached,
             "samples": [
                 {
                     "text": tokenizer.decode(sample.tokens),
                     "tokens": sample.tokens,
-                    "finish": sample.finish or None,
+                    "finish": sample.finish if sample.finish != "abort" else None,
+                    **({"score": sample.score} if args.beams else {}),
                 }
-                for sample in request.result.samples
+                for sample in prompt.request.samples
             ],
-            "prefill_s": request.result.prefill_s,
-            "decode_s": request.result.decode_s,
-            "tokens_per_s": _rate(request.result.n_tokens, request.result.decode_s),
-            "peak_blocks": request.peak_blocks,
-            "peak_bytes": request.peak_blocks * pool.block_bytes,
-            "contiguous_bytes": run.contiguous_bytes(request),
+            "prefill_s": prompt.request.prefill_s,
+            "decode_s": prompt.request.decode_s,
+            "tokens_per_s": rate(prompt.request.n_tokens, prompt.request.decode_s),
+            "preempted": prompt.request.n_preempted,
+            "peak_blocks": prompt.request.peak_blocks,
+            "peak_bytes": prompt.request.peak_blocks * pool.block_bytes,
+            "contiguous_bytes": run.contiguous_bytes(prompt),
         }
-        for request in run.started
+        for prompt in run.started
     ]
     return {
         "kvpool": __version__,
@@ -304,7 +365,13 @@ def _document(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
             "n": args.n,
             "max_tokens": args.max_tokens,
             "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
             "seed": args.seed,
+            "beams": args.beams,
+            "draft": args.draft,
+            "batch": args.batch,
+            "chunk": args.chunk,
             "prefix_cache": args.prefix_cache,
         },
         "prompts": prompts,

@@ -9,17 +9,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool import BlockManager, InvalidArgument, KvPoolError, Pool, PoolFull
 
 if TYPE_CHECKING:  # at run time these need the model extra: imported once a command line is valid
-    from kvpool.engine.generate import Generation
+    from kvpool.engine.engine import Engine, Step
     from kvpool.engine.gguf_file import LlamaConfig
     from kvpool.engine.llama import Llama
+    from kvpool.engine.request import Request
     from kvpool.engine.tokenizer import Tokenizer
 
     from ._show import Show
@@ -42,10 +43,11 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="answer prompts with a Llama model whose KV cache is a pool",
-        description="Answers prompts with a Llama-architecture GGUF model. Without arguments: "
-        "built-in prompts, SmolLM2-135M-Instruct.",
+        description="Answers prompts with a Llama-architecture GGUF model, many at once. Without "
+        "arguments: built-in prompts, SmolLM2-135M-Instruct.",
         allow_abbrev=False,
     )
+    parser.add_argument("texts", nargs="*", metavar="PROMPT", help="the same as --prompt PROMPT")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     prompts.add_argument("--prompts", metavar="FILE", help="one prompt a line; - reads stdin")
@@ -60,7 +62,30 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (default)"
     )
+    parser.add_argument(
+        "--top-k", type=_at_least(0), default=0, metavar="K", help="draw among the K likeliest"
+    )
+    parser.add_argument(
+        "--top-p", type=_share, default=1.0, metavar="P", help="draw among those that make up P"
+    )
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="(default 0)")
+    parser.add_argument(
+        "--beams", type=_at_least(0), default=0, metavar="W",
+        help="beam search of this width, the --n best of it; 0 samples instead (default)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft", type=_at_least(0), default=0, metavar="N",
+        help="guess up to N tokens ahead from earlier text (default 0); changes no answer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=_at_least(1), default=16, metavar="N",
+        help="sequences at the same time (default 16); changes no answer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=_at_least(1), default=256, metavar="N",
+        help="tokens of a pass, prompts are cut to it (default 256); changes no answer",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="(default: all cores)")
     parser.add_argument(
         "--blocks", type=_at_least(1), metavar="N", help="of the pool (default: up to 1 GiB)"
     )
@@ -100,20 +125,24 @@ def _temperature(text: str) -> float:
     return value
 
 
-@dataclass
-class Request:
-    """One prompt, what came of it, and the memory it took."""
+def _share(text: str) -> float:
+    value = _temperature(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
 
-    prompt: str
-    tokens: list[int]
-    result: Generation
-    peak_blocks: int = 0
+
+class Prompt(NamedTuple):
+    """A text, and what is asked about it."""
+
+    text: str
+    request: Request
 
     @property
-    def done(self) -> bool:
-        """Every sample came to its end."""
-        samples = self.result.samples
-        return bool(samples) and all(sample.finish for sample in samples)
+    def is_answered(self) -> bool:
+        """Every sample came to an end of its own."""
+        samples = self.request.samples
+        return bool(samples) and all(sample.finish in ("stop", "length") for sample in samples)
 
 
 @dataclass
@@ -124,9 +153,15 @@ class Run:
     model: Llama
     model_name: str
     model_path: Path
-    manager: BlockManager
-    requests: list[Request]
+    engine: Engine
+    prompts: list[Prompt]
+    steps: list[Step] = field(default_factory=list)
     interrupted: bool = False
+
+    @property
+    def manager(self) -> BlockManager:
+        """The engine's manager."""
+        return self.engine.manager
 
     @property
     def pool(self) -> Pool:
@@ -134,15 +169,20 @@ class Run:
         return self.manager.pool
 
     @property
-    def started(self) -> list[Request]:
-        """The requests that were begun; all of them unless interrupted."""
-        return [request for request in self.requests if request.result.prompt_tokens]
+    def started(self) -> list[Prompt]:
+        """The prompts that were begun; all of them unless interrupted."""
+        return [prompt for prompt in self.prompts if prompt.request.started_s]
 
-    def contiguous_bytes(self, request: Request) -> int:
-        """What n contiguous float16 caches for prompt and ``--max-tokens`` would reserve."""
-        positions: int = len(request.tokens) + self.args.max_tokens - 1
-        samples: int = self.args.n
-        return samples * positions * self.model.config.kv_bytes_per_token
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the passes took."""
+        return sum(step.seconds for step in self.steps)
+
+    def contiguous_bytes(self, prompt: Prompt) -> int:
+        """What contiguous float16 caches for prompt and ``--max-tokens`` would reserve."""
+        request = prompt.request
+        positions = len(request.prompt) + request.max_tokens - 1
+        return request.width * positions * self.model.config.kv_bytes_per_token
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,20 +195,59 @@ def run(args: argparse.Namespace) -> int:
 
     with _patient_interrupts() as check, make_show(args.json) as show:
         model, tokenizer, name, path = _load(args, show, check)
-        from kvpool.engine.generate import Generation
+        requests = [_request(args, tokenizer, text) for text in texts]
+        sizes = _size_pool(args, requests, model.config)
+        with _make_manager(args, model.config, *sizes) as manager, manager.pool:
+            from kvpool.engine.engine import Engine
 
-        requests = [
-            Request(text, tokenizer.chat(text, args.system), Generation()) for text in texts
-        ]
-        n_blocks = _size_pool(args, requests, model.config)
-        with _make_manager(args, model.config, n_blocks) as manager, manager.pool:
-            state = Run(args, model, name, path, manager, requests)
-            try:
+            width = max(request.width for request in requests)
+            batch = max(args.batch, width)
+            with Engine(
+                model,
+                manager,
+                max_seqs=batch,
+                max_step_tokens=max(args.chunk, batch),
+                n_drafts=args.draft,
+            ) as engine:
+                prompts = [Prompt(*pair) for pair in zip(texts, requests, strict=True)]
+                state = Run(args, model, name, path, engine, prompts)
                 _answer(state, tokenizer, show, check)
-            except KeyboardInterrupt:
-                state.interrupted = True
             show.summary(state, tokenizer)
     return 130 if state.interrupted else 0
+
+
+def _request(args: argparse.Namespace, tokenizer: Tokenizer, text: str) -> Request:
+    from kvpool.engine.request import Request
+
+    return Request(
+        tokenizer.chat(text, args.system),
+        n=args.n,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        beams=args.beams,
+        stop_tokens=tokenizer.stop_tokens,
+    )
+
+
+def _answer(state: Run, tokenizer: Tokenizer, show: Show, check: Callable[[], None]) -> None:
+    with show.answers(state, tokenizer) as on_step:
+
+        def stepped(step: Step) -> None:
+            state.steps.append(step)
+            on_step(step)
+
+        try:
+            for prompt in state.prompts:
+                state.engine.add(prompt.request)
+            state.engine.run(check, stepped)
+        except KeyboardInterrupt:
+            state.interrupted = True
+    for prompt in state.prompts:
+        if isinstance(prompt.request.error, Exception):
+            raise prompt.request.error
 
 
 def _check_text(option: str, text: str) -> None:
@@ -182,8 +261,12 @@ def _check_text(option: str, text: str) -> None:
 
 
 def _prompt_texts(args: argparse.Namespace) -> list[str]:
+    if args.prompts is not None and args.texts:
+        raise InvalidArgument("argument PROMPT: not allowed with argument --prompts")
     if args.prompts is None:
-        texts = args.prompt if args.prompt is not None else list(PROMPTS)
+        texts = [*args.texts, *(args.prompt or [])]
+        if not texts:
+            texts = list(PROMPTS)
         for text in texts:
             if not text.strip():
                 raise InvalidArgument("--prompt: the text is empty")
@@ -251,39 +334,42 @@ def _load(
         file = ModelFile(path)
         check()
         tokenizer = Tokenizer(file)
-        model = Llama(file, layer_done)
+        model = Llama(file, layer_done, threads=args.threads)
     return model, tokenizer, file.name, path
 
 
-def _size_pool(args: argparse.Namespace, requests: list[Request], cfg: LlamaConfig) -> int:
-    """The pool's number of blocks; refuses a prompt that can never fit."""
+def _size_pool(
+    args: argparse.Namespace, requests: list[Request], cfg: LlamaConfig
+) -> tuple[int, int]:
+    """The pool's number of blocks, and how many of them an admission leaves to sequences that are
+    running; refuses a prompt that can never fit."""
     from kvpool.engine.paged import blocks_needed
 
     size: int = args.block_tokens
     needs: list[int] = []
     for i, request in enumerate(requests, start=1):
-        n_prompt = len(request.tokens)
+        n_prompt = len(request.prompt)
         if n_prompt + args.max_tokens > cfg.context_length:
             raise InvalidArgument(
                 f"prompt {i} has {n_prompt} tokens, and with --max-tokens {args.max_tokens} is "
                 f"longer than the model's context of {cfg.context_length}"
             )
-        needs.append(blocks_needed(n_prompt, args.max_tokens, args.n, size))
+        needs.append(blocks_needed(n_prompt, args.max_tokens, request.width, size))
         if args.blocks is not None and needs[-1] > args.blocks:
-            samples = "1 sample" if args.n == 1 else f"{args.n} samples"
+            samples = "1 sample" if request.width == 1 else f"{request.width} samples"
             raise PoolFull(
                 f"prompt {i} needs {needs[-1]} blocks of {size} tokens ({n_prompt} prompt tokens, "
                 f"then {samples} of up to {args.max_tokens}), the pool has {args.blocks}: raise "
-                "--blocks, or lower --max-tokens or --n"
+                "--blocks, or lower --max-tokens, --n or --beams"
             )
-    if args.blocks is not None:
-        n_blocks: int = args.blocks
-        return n_blocks
     fits = _AUTO_POOL_BYTES // (size * cfg.kv_bytes_per_token)
-    return max(max(needs), min(sum(needs), fits))
+    n_blocks: int = args.blocks or max(max(needs), min(sum(needs), fits))
+    return n_blocks, min(n_blocks // 100, n_blocks - max(needs))
 
 
-def _make_manager(args: argparse.Namespace, cfg: LlamaConfig, n_blocks: int) -> BlockManager:
+def _make_manager(
+    args: argparse.Namespace, cfg: LlamaConfig, n_blocks: int, watermark: int
+) -> BlockManager:
     try:
         pool = Pool(
             n_blocks,
@@ -292,36 +378,10 @@ def _make_manager(args: argparse.Namespace, cfg: LlamaConfig, n_blocks: int) -> 
             n_kv_heads=cfg.n_kv_heads,
             head_dim=cfg.head_dim,
         )
-        return BlockManager(pool, prefix_cache=args.prefix_cache)
+        return BlockManager(pool, prefix_cache=args.prefix_cache, watermark=watermark)
     except MemoryError as error:
         size = n_blocks * args.block_tokens * cfg.kv_bytes_per_token
         raise KvPoolError(
             f"no memory for {n_blocks} blocks of {args.block_tokens} tokens ({size:,} bytes): "
             "lower --blocks or --block-tokens"
         ) from error
-
-
-def _answer(state: Run, tokenizer: Tokenizer, show: Show, check: Callable[[], None]) -> None:
-    from kvpool.engine.generate import generate
-    from kvpool.engine.paged import PagedCache
-
-    args = state.args
-    for request in state.requests:
-        cache = PagedCache(state.manager)  # one for each prompt: the peak is the prompt's own
-        try:
-            with show.answers(request.prompt, tokenizer, args.n) as on_token:
-                generate(
-                    state.model,
-                    cache,
-                    request.tokens,
-                    n=args.n,
-                    max_tokens=args.max_tokens,
-                    temperature=args.temperature,
-                    seed=args.seed,
-                    stop_tokens=tokenizer.stop_tokens,
-                    on_token=on_token,
-                    check=check,
-                    result=request.result,
-                )
-        finally:
-            request.peak_blocks = cache.peak_used

@@ -1,141 +1,101 @@
-"""The loop: a prompt through the model tile by tile, then all its samples one token at a time."""
+"""The simple ways in: one prompt from start to end, or only its first or its second half.
+
+generate    a prompt, and out come its samples
+prefill     K and V of a prompt and the logits behind it: what a prefill engine sends away
+generate(..., generated=, sequence=)
+            goes on where others stopped: what a decode engine does with it
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
+import kvpool
+from kvpool import BlockManager, InvalidArgument
 
-from .cache import KVCache, KVSequence
-from .llama import Array, Llama, Span, key_rows
-from .sampling import Sampler
+from .engine import Engine
+from .llama import Array, Llama
+from .paged import BatchMaker, Span
+from .request import Request
 
-__all__ = ["Generation", "Sample", "generate", "prefill"]
-
-
-@dataclass
-class Sample:
-    """One answer. ``finish`` is "stop" (the model ended it), "length", or "" while it runs."""
-
-    tokens: list[int] = field(default_factory=list)
-    finish: str = ""
-
-
-@dataclass
-class Generation:
-    """What became of one prompt; filled in while it is generated.
-
-    ``prefill_s`` and ``decode_s`` are seconds; ``cached_tokens`` of the ``prompt_tokens`` came from
-    the prefix cache.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    samples: list[Sample] = field(default_factory=list)
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens generated, over all samples."""
-        return sum(len(sample.tokens) for sample in self.samples)
-
-
-def _nothing() -> None: ...
-
-
-def _ignore(sample: int, token: int) -> None: ...
-
-
-def prefill(model: Llama, sequence: KVSequence, check: Callable[[], None] = _nothing) -> Array:
-    """Computes every token of a sequence that is not computed yet, and commits it.
-
-    Calls ``check()`` before each tile; it may raise. Returns the hidden state of the last token,
-    (1, embed_dim).
-    """
-    hidden: Array = np.empty((0, model.config.embed_dim), dtype=np.float32)
-    while sequence.n_computed < len(sequence.tokens):
-        check()
-        tile_end = key_rows(sequence.n_computed)
-        n = min(tile_end, len(sequence.tokens)) - sequence.n_computed
-        hidden = model.forward([Span(sequence, n)])
-        sequence.commit(n)
-    return hidden
+__all__ = ["generate", "prefill"]
 
 
 def generate(
     model: Llama,
-    cache: KVCache,
+    manager: BlockManager,
     prompt: Sequence[int],
     *,
-    n: int = 1,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stop_tokens: Collection[int] = (),
-    on_token: Callable[[int, int], None] = _ignore,
-    check: Callable[[], None] = _nothing,
-    result: Generation | None = None,
-) -> Generation:
-    """Generates n samples that continue a prompt.
+    max_step_tokens: int = 256,
+    n_drafts: int = 0,
+    check: Callable[[], None] | None = None,
+    **options: Any,
+) -> Request:
+    """Answers one prompt; ``options`` are those of :class:`~kvpool.engine.request.Request`.
 
-    The prompt is computed once, from the end of its cached prefix; the samples are forks of it and
-    share its blocks until they write. They run side by side: one forward pass gives every running
-    sample its next token. A stop token ends a sample and is not part of it.
+    ``check()`` is called before every pass. Whatever it or ``on_token`` raises ends the generation;
+    this is the clean way to stop it. To go on with a sequence whose K and V are there already, with
+    k of its tokens generated elsewhere::
 
-    Args:
-        cache: where K and V go; any :class:`~kvpool.engine.cache.KVCache`.
-        on_token: called with (sample index, token) for every token as it is picked.
-        check: called before every forward pass. Whatever it or ``on_token`` raises ends the
-            generation; this is the clean way to stop it.
-        result: filled in as things happen, so that the caller still has it after an exception.
+        generate(model, manager, prompt, sequence=imported, generated=first_k_tokens, seed=...)
 
-    Returns the result. Whether it returns or raises, no block is held afterwards.
+    Returns the finished request. Whether it returns or raises, no block is held afterwards.
 
     Raises:
-        PoolFull: the pool has not enough blocks (``blocks_needed`` tells before).
+        PoolFull: the prompt does not fit; the text has the numbers.
+        InvalidArgument: as Request and ``Engine.add``.
     """
-    result = result if result is not None else Generation()
-    sequences: list[KVSequence] = []
-    try:
-        started = time.perf_counter()
-        root = cache.open(prompt)
-        sequences.append(root)
-        result.prompt_tokens, result.cached_tokens = len(prompt), root.n_computed
-        logits = np.repeat(model.logits(prefill(model, root, check)), n, axis=0)
-        result.prefill_s = time.perf_counter() - started
+    request = Request(prompt, **options)
+    width = max(1, request.width)
+    with Engine(
+        model,
+        manager,
+        max_seqs=width,
+        max_step_tokens=max(width, max_step_tokens),
+        n_drafts=n_drafts,
+    ) as engine:
+        engine.add(request)
+        engine.run(check)
+    if request.error is not None:
+        raise request.error
+    return request
 
-        result.samples = [Sample() for _ in range(n)]
-        samplers = [Sampler(temperature, seed, i) for i in range(n)]
-        for _ in range(n - 1):  # one by one: after an exception the list has what is held
-            sequences.append(root.fork())  # noqa: PERF401
-        running = list(range(n))
-        while running:
-            for i, row in zip(running, logits, strict=True):
-                sample, token = result.samples[i], samplers[i].pick(row)
-                if token in stop_tokens:
-                    sample.finish = "stop"
-                    continue
-                sample.tokens.append(token)
-                on_token(i, token)
-                if len(sample.tokens) >= max_tokens:
-                    sample.finish = "length"
-            for i in running:
-                if result.samples[i].finish:
-                    sequences[i].free()
-            running = [i for i in running if not result.samples[i].finish]
-            if running:
+
+def prefill(
+    model: Llama,
+    manager: BlockManager,
+    prompt: Sequence[int],
+    *,
+    max_step_tokens: int = 256,
+    check: Callable[[], None] | None = None,
+) -> tuple[kvpool.Sequence, Array]:
+    """Computes a prompt, from the end of its cached prefix on.
+
+    Returns the sequence, committed, which the caller frees, and the logits (vocab_size,) of what
+    comes next: ``Sampler(...).pick(logits)`` is the first token that ``generate`` would pick.
+
+    Raises:
+        PoolFull: not enough blocks.
+        InvalidArgument: an empty prompt, or a token that is none of the model's.
+
+        No block is held then.
+    """
+    tokens, n_vocab = list(prompt), model.config.vocab_size
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < n_vocab:
+        raise InvalidArgument(f"prompt: at least one token, each in 0..{n_vocab - 1}")
+    maker = BatchMaker(manager)
+    sequence = manager.allocate(tokens)
+    try:
+        while True:
+            if check is not None:
                 check()
-                for i in running:
-                    sequences[i].append(result.samples[i].tokens[-1])
-                hidden = model.forward([Span(sequences[i], 1) for i in running])
-                for i in running:
-                    sequences[i].commit(1)
-                logits = model.logits(hidden)
-            result.decode_s = time.perf_counter() - started - result.prefill_s
-    finally:
-        for sequence in sequences:
-            sequence.free()
-    return result
+            start = sequence.n_computed
+            piece = tokens[start : start + max_step_tokens]
+            hidden = model.forward(maker.make([Span(sequence, piece)])[0])
+            sequence.commit(start + len(piece))
+            if sequence.n_computed == len(tokens):
+                return sequence, model.logits(hidden[-1:])[0]
+    except BaseException:
+        sequence.free()
+        raise

@@ -1,56 +1,46 @@
-"""The Llama forward pass in NumPy, over a KV cache that lives somewhere else.
+"""The Llama forward pass in NumPy, over K and V in the blocks of a pool.
 
-    tokens -> embedding -> [ RMSNorm -> q, k, v -> RoPE -> cache -> attention -> + ]   n_layers
-                           [ RMSNorm -> silu(gate) * up -> down -> +               ]   times
+    tokens -> embedding -> [ RMSNorm -> q, k, v -> RoPE -> pool -> attention -> + ]    n_layers
+                           [ RMSNorm -> silu(gate) * up -> down -> +              ]    times
            -> RMSNorm -> logits (with the embedding's matrix when the file has no other)
 
-One pass takes rows of any sequences: a piece of a prompt, or one new token of each of several
-samples. A row is one token at one position.
+One pass takes rows of any sequences: pieces of prompts, one new token of each running sample, draft
+tokens. A row is one token at one position. K and V are never gathered: the attention kernel reads
+them where the block table says.
 
 What makes the numbers reproducible
 -----------------------------------
-A prefix hit, the block size, or company in a batch change how many rows a pass has. A matrix
-product over all rows at once may then round differently, and greedy tokens drift apart. Here every
-row is computed by calls whose shapes depend on the row's position alone:
+A prefix hit, the block size, a chunk, or company in a batch change how many rows a pass has. A
+product over all rows at once may then round differently, and greedy tokens drift apart. Here no
+row's result depends on the others:
 
-* ``linear`` multiplies a matrix with each row by itself (BLAS matrix-vector calls).
-* Attention is one matrix-vector call for each row and head, over ``key_rows(position)`` keys: the
-  end of the row's tile of TILE positions. Keys after the row's own position weigh exactly zero.
+* ``linear`` multiplies fixed tiles of rows.
+* The kernel's results are the same bits for any batch, block size and number of threads, and a
+  prompt's rows are those of single steps (kvpool.attention).
 * Everything else is element by element, or a sum along one row.
 
 So the K and V of a token, and its logits, are a function of the tokens before it: the same bits
 with the prefix cache on or off, with any block size, alone or in a batch, on one machine with one
-NumPy. What it costs: at 32 rows, about half of the speed of one large product.
+NumPy.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import KVSequence
+from kvpool.attention import ThreadPool, paged_decode, paged_prefill
+
 from .gguf_file import LlamaConfig, ModelFile
-from .linear import linear
+from .linear import linear, n_cores
+from .paged import Batch
 
-__all__ = ["TILE", "Llama", "Span", "key_rows"]
-
-#: Positions are computed in aligned tiles of this many: a prompt goes through the model one tile at
-#: a time, and attention reads keys up to the end of the tile that the query stands in.
-TILE = 32
+__all__ = ["Array", "Llama"]
 
 Array = NDArray[np.float32]
-
-
-class Span(NamedTuple):
-    """The next n tokens of a sequence that are not computed yet, all in one tile."""
-
-    sequence: KVSequence
-    n: int
 
 
 @dataclass(frozen=True)
@@ -63,30 +53,32 @@ class _Layer:
     down: Array  # (embed_dim, ffn_dim)
 
 
-def key_rows(position: int) -> int:
-    """How many keys a query at ``position`` is computed over: its position, up to a full tile.
-
-    >>> key_rows(0), key_rows(31), key_rows(32)
-    (32, 32, 64)
-    """
-    return (position // TILE + 1) * TILE
-
-
 class Llama:
     """A model in memory: float32 weights and the forward pass. Holds no state between passes.
 
     Attributes:
         config: the dimensions.
         embedding: (vocab_size, embed_dim) float32.
+        threads: how many threads a pass uses. The numbers do not depend on it.
     """
 
-    def __init__(self, file: ModelFile, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        file: ModelFile,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        threads: int | None = None,
+    ) -> None:
         """Reads every weight of ``file``; calls ``progress(layers_done, n_layers)`` on the way.
+
+        ``threads``: one for each core if left out.
 
         Raises:
             ModelFileError: a tensor is missing, unknown, of another shape or of an unknown format.
         """
         cfg = self.config = file.config
+        self.threads = threads or n_cores()
+        self._attention_threads = ThreadPool(self.threads) if self.threads > 1 else None
         self._known: set[str] = set()
 
         def get(name: str, *shape: int) -> Array:
@@ -126,52 +118,55 @@ class Llama:
         if progress is not None:
             progress(cfg.n_layers, cfg.n_layers)
 
-    def forward(self, spans: Sequence[Span]) -> Array:
-        """Computes the spans' tokens: writes their K and V, returns their last hidden states.
+    def forward(self, batch: Batch) -> Array:
+        """Computes the rows of a batch and writes their K and V.
 
-        A sequence stands in one span only. The caller commits it when this returns.
-
-        Returns (len(spans), embed_dim) float32, one row for each span's last token, normed: what
-        :meth:`logits` takes.
+        The caller commits them when this returns. Gives (n_rows, embed_dim) float32, the rows'
+        hidden states before the last norm; :meth:`logits` takes any of them.
         """
-        cfg = self.config
-        starts = [span.sequence.n_computed for span in spans]
-        n_keys = [key_rows(start) for start in starts]
-        for span, start, keys in zip(spans, starts, n_keys, strict=True):
-            assert 0 < span.n <= keys - start, "a span stays within one tile"
-        places = [(s.sequence, start, start + s.n) for s, start in zip(spans, starts, strict=True)]
-        tokens = np.concatenate([np.asarray(s.tokens[a:b], np.int64) for s, a, b in places])
-        positions = np.concatenate([np.arange(a, b) for _, a, b in places])
-        ends = np.cumsum([span.n for span in spans])  # rows of span i: ends[i] - n .. ends[i]
-        rows = [slice(int(end) - span.n, int(end)) for span, end in zip(spans, ends, strict=True)]
-        scratch = np.empty((2 * cfg.n_kv_heads * cfg.head_dim * max(n_keys),), dtype=np.float32)
-
-        n_rotated = cfg.n_heads + cfg.n_kv_heads
-        cos, sin = self._rotation(positions)
-        attended = np.empty((len(tokens), cfg.n_heads, cfg.head_dim), dtype=np.float32)
-        x = self.embedding[tokens]
+        cfg, n = self.config, len(batch.tokens)
+        n_rotated, kv_shape = cfg.n_heads + cfg.n_kv_heads, (n, 2, cfg.n_kv_heads, cfg.head_dim)
+        cos, sin = self._rotation(batch.positions)
+        attended = np.empty((n, cfg.n_heads, cfg.head_dim), dtype=np.float32)
+        x = self.embedding[batch.tokens]
         for index, layer in enumerate(self._layers):
             h = _rms_norm(x, layer.attn_norm, cfg.rms_eps)
-            qkv = linear(layer.qkv, h).reshape(len(tokens), -1, cfg.head_dim)
+            qkv = self._linear(layer.qkv, h).reshape(n, -1, cfg.head_dim)
             _rotate(qkv[:, :n_rotated], cos, sin)
-            q = qkv[:, : cfg.n_heads] * np.float32(1 / math.sqrt(cfg.head_dim))
-            kv = qkv[:, cfg.n_heads :].reshape(-1, 2, cfg.n_kv_heads, cfg.head_dim)
-            for span, part, keys in zip(spans, rows, n_keys, strict=True):
-                span.sequence.write(index, kv[part])
-                size = 2 * cfg.n_kv_heads * keys * cfg.head_dim
-                cached = scratch[:size].reshape(2, cfg.n_kv_heads, keys, cfg.head_dim)
-                span.sequence.read(index, span.sequence.n_computed + span.n, cached)
-                attended[part] = _attend(q[part], cached[0], cached[1], positions[part])
-            x += linear(layer.attn_out, attended.reshape(len(tokens), -1))
+            batch.store(index, qkv[:, cfg.n_heads :].reshape(kv_shape))
+            self._attend(index, batch, np.ascontiguousarray(qkv[:, : cfg.n_heads]), attended)
+            x += self._linear(layer.attn_out, attended.reshape(n, -1))
 
             h = _rms_norm(x, layer.ffn_norm, cfg.rms_eps)
-            gate, up = np.split(linear(layer.gate_up, h), 2, axis=1)
-            x += linear(layer.down, _silu(gate) * up)
-        return _rms_norm(x[ends - 1], self._out_norm, cfg.rms_eps)
+            gate, up = np.split(self._linear(layer.gate_up, h), 2, axis=1)
+            x += self._linear(layer.down, _silu(gate) * up)
+        return x
 
     def logits(self, hidden: Array) -> Array:
         """The scores of every token to come next: (n, embed_dim) to (n, vocab_size) float32."""
-        return linear(self._head, hidden)
+        return self._linear(self._head, _rms_norm(hidden, self._out_norm, self.config.rms_eps))
+
+    def _linear(self, matrix: Array, rows: Array) -> Array:
+        return linear(matrix, rows, self.threads)
+
+    def _attend(self, layer: int, batch: Batch, q: Array, out: Array) -> None:
+        """Causal attention of (n_rows, n_heads, head_dim) queries over the blocks of the batch.
+
+        Query head h reads KV head h // (n_heads // n_kv_heads).
+        """
+        pool, n, threads = batch.pool, batch.n_single, self._attention_threads
+        if n:
+            paged_decode(
+                q[:n], pool, layer, batch.tables[:n], batch.lengths[:n], out=out[:n],
+                threads=threads,
+            )  # fmt: skip
+        for (first, last), table, length in zip(
+            batch.longer, batch.tables[n:], batch.lengths[n:], strict=True
+        ):
+            paged_prefill(
+                q[first:last], pool, layer, table, int(length), out=out[first:last],
+                threads=threads,
+            )  # fmt: skip
 
     def _rotation(self, positions: NDArray[np.int64]) -> tuple[Array, Array]:
         """Cosines and sines, each (n, 1, head_dim / 2) float32; the angles are float64."""
@@ -205,22 +200,3 @@ def _rotate(x: Array, cos: Array, sin: Array) -> None:
     even, odd = x[..., 0::2].copy(), x[..., 1::2].copy()
     x[..., 0::2] = even * cos - odd * sin
     x[..., 1::2] = even * sin + odd * cos
-
-
-def _attend(q: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
-    """Causal attention of (n, n_heads, head_dim) queries over (n_kv_heads, n_keys, head_dim).
-
-    Query head h reads KV head h // (n_heads // n_kv_heads). Scores after a row's position become
-    minus infinity and weigh exactly 0, whatever finite values stand there.
-    """
-    n, n_heads, head_dim = q.shape
-    grouped = q.reshape(n, len(keys), n_heads // len(keys), head_dim, 1)
-    weights = np.matmul(keys[:, None], grouped)[..., 0]  # (n, n_kv_heads, group, n_keys)
-    for row, position in enumerate(positions):
-        weights[row, :, :, position + 1 :] = -np.inf
-    weights -= weights.max(axis=-1, keepdims=True)
-    np.exp(weights, out=weights)
-    total = weights.sum(axis=-1)[..., None]
-    mixed: Array = np.matmul(weights[..., None, :], values[:, None])[..., 0, :]
-    mixed /= total
-    return mixed.reshape(n, n_heads, head_dim)
