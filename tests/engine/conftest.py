@@ -30,6 +30,18 @@ def tiny(tiny_weights: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> L
 
 
 @pytest.fixture(scope="session")
+def minute(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """The smallest model that has everything: for thousands of runs."""
+    from engine_support import load
+    from tiny_llama import TinyLlama
+
+    weights = TinyLlama(
+        n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, embed_dim=16, ffn_dim=24, eos=False
+    )
+    return load(weights.write(tmp_path_factory.mktemp("minute") / "minute.gguf"), threads=1)
+
+
+@pytest.fixture(scope="session")
 def smollm() -> Loaded:
     """SmolLM2-135M-Instruct."""
     from engine_support import load
@@ -44,15 +56,22 @@ def smollm() -> Loaded:
 
 
 @pytest.fixture
-def no_blocks_left(tiny: Loaded) -> Iterator[Callable[..., kvpool.Pool]]:
-    """Makes pools for the tiny model; at the end none may have a block in use."""
-    pools: list[kvpool.Pool] = []
+def manager_of(tiny: Loaded) -> Iterator[Callable[..., kvpool.BlockManager]]:
+    """Makes managers of pools for the tiny model; at the end none may have a block in use."""
+    managers: list[kvpool.BlockManager] = []
 
-    def make(n_blocks: int, block_tokens: int = 16) -> kvpool.Pool:
-        pools.append(tiny.pool(n_blocks, block_tokens))
-        return pools[-1]
+    def make(
+        n_blocks: int, block_tokens: int = 16, prefix_cache: str = "hash", watermark: int = 0
+    ) -> kvpool.BlockManager:
+        pool = tiny.pool(n_blocks, block_tokens)
+        managers.append(
+            kvpool.BlockManager(pool, prefix_cache=prefix_cache, watermark=watermark)  # type: ignore[arg-type]
+        )
+        return managers[-1]
 
     yield make
-    for pool in pools:
-        pool.check()
-        assert pool.stats.used == 0
+    for manager in managers:
+        if not manager.closed:
+            manager.check()
+        manager.pool.check()
+        assert manager.pool.stats.used == 0

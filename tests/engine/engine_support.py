@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +14,18 @@ for package in ("gguf", "tokenizers", "jinja2", "rich"):
     pytest.importorskip(package, reason=f"the engine needs {package} (kvpool[model])")
 
 from kvpool import BlockManager, Pool  # noqa: E402
-from kvpool.engine.cache import ContiguousCache, KVCache  # noqa: E402
-from kvpool.engine.generate import generate  # noqa: E402
+from kvpool.engine.engine import Engine, Step  # noqa: E402
 from kvpool.engine.gguf_file import ModelFile  # noqa: E402
-from kvpool.engine.llama import Array, Llama  # noqa: E402
-from kvpool.engine.paged import PagedCache  # noqa: E402
+from kvpool.engine.llama import Llama  # noqa: E402
+from kvpool.engine.paged import BatchMaker, Span  # noqa: E402
+from kvpool.engine.request import Request  # noqa: E402
+from kvpool.engine.sampling import Sampler  # noqa: E402
 from kvpool.engine.tokenizer import Tokenizer  # noqa: E402
 
 
 @dataclass
 class Loaded:
-    """A model, its tokenizer, and caches of its dimensions."""
+    """A model, its tokenizer, and pools of its dimensions."""
 
     path: Path
     file: ModelFile
@@ -39,50 +42,92 @@ class Loaded:
             head_dim=cfg.head_dim,
         )
 
-    def contiguous(self, max_tokens: int = 512) -> ContiguousCache:
-        cfg = self.file.config
-        return ContiguousCache(
-            n_layers=cfg.n_layers,
-            n_kv_heads=cfg.n_kv_heads,
-            head_dim=cfg.head_dim,
-            max_tokens=max_tokens,
-        )
 
-
-def load(path: Path) -> Loaded:
+def load(path: Path, threads: int | None = None) -> Loaded:
     file = ModelFile(path)
-    return Loaded(path, file, Llama(file), Tokenizer(file))
+    return Loaded(path, file, Llama(file, threads=threads), Tokenizer(file))
 
 
-def paged(pool: Pool, prefix_cache: str = "hash") -> PagedCache:
-    """A cache over a manager of its own. A pool has one at a time."""
-    return PagedCache(BlockManager(pool, prefix_cache=prefix_cache))  # type: ignore[arg-type]
+def compute(model: Llama, manager: BlockManager, *pieces: tuple[Any, int]) -> np.ndarray:
+    """One pass over the next n tokens of each sequence, committed: logits of every row."""
+    spans = [Span(s, s.tokens[s.n_computed : s.n_computed + n].tolist()) for s, n in pieces]
+    batch, places = BatchMaker(manager).make(spans)
+    hidden = model.forward(batch)
+    manager.commit([s for s, _ in pieces], [s.n_computed + n for s, n in pieces])
+    return model.logits(hidden[np.concatenate([np.arange(*place) for place in places])])
 
 
-class Recorder:
-    """A model that keeps all logits it computes, to be compared bit by bit."""
+class Watching(Sampler):
+    """A sampler that keeps a digest of all logits it picks from, to be compared bit by bit."""
 
-    def __init__(self, model: Llama) -> None:
-        self.config, self.forward, self._logits = model.config, model.forward, model.logits
-        self.seen: list[Array] = []
+    def __init__(self, sampler: Sampler) -> None:
+        self.__dict__.update(sampler.__dict__)
+        self.seen: list[str] = []
 
-    def logits(self, hidden: Array) -> Array:
-        scores = self._logits(hidden)
-        self.seen.append(scores)
-        return scores
-
-
-def same_bits(a: list[Array], b: list[Array]) -> bool:
-    return len(a) == len(b) and all(
-        np.array_equal(x.view(np.uint32), y.view(np.uint32)) for x, y in zip(a, b, strict=True)
-    )
+    def pick(self, logits: np.ndarray) -> int:
+        self.seen.append(hashlib.sha256(logits.tobytes()).hexdigest()[:16])
+        return super().pick(logits)
 
 
-def run_prompts(
-    loaded: Loaded, cache: KVCache, prompts: list[list[int]], **options: object
-) -> tuple[list[list[list[int]]], list[Array]]:
-    """Tokens of every sample of every prompt, and all logits on the way."""
-    recorder = Recorder(loaded.model)
-    options = {"stop_tokens": loaded.tokenizer.stop_tokens, "max_tokens": 24, **options}
-    results = [generate(recorder, cache, prompt, **options) for prompt in prompts]  # type: ignore[arg-type]
-    return [[sample.tokens for sample in result.samples] for result in results], recorder.seen
+@dataclass
+class Run:
+    """For each request the tokens and the digests of each sample; and the steps."""
+
+    requests: list[Request]
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    logits: list[list[list[str]]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def count(self, name: str) -> int:
+        """The sum over the steps of a number, or of the length of a tuple."""
+        values = [getattr(step, name) for step in self.steps]
+        return sum(len(v) if isinstance(v, tuple) else v for v in values)
+
+
+def watch(request: Request) -> Request:
+    """The request, with the logits of its samples kept."""
+    for sample in request.samples:
+        if sample.sampler is not None:
+            sample.sampler = Watching(sample.sampler)
+    return request
+
+
+def run_together(
+    loaded: Loaded,
+    manager: BlockManager,
+    asked: list[dict[str, Any]],
+    *,
+    model: Llama | None = None,
+    **engine: Any,
+) -> Run:
+    """All requests in one engine; every invariant is checked after every step."""
+    run = Run([watch(Request(**options)) for options in asked])
+    samples = [list(request.samples) for request in run.requests]
+
+    def on_step(step: Step) -> None:
+        manager.check()
+        run.steps.append(step)
+
+    with Engine(model or loaded.model, manager, **engine) as e:
+        for request in run.requests:
+            e.add(request)
+        e.run(on_step=on_step)
+    for request in run.requests:
+        if request.error is not None:
+            raise request.error
+    run.tokens = [[sample.tokens for sample in request.samples] for request in run.requests]
+    run.logits = [[getattr(s.sampler, "seen", []) for s in group] for group in samples]
+    assert manager.pool.stats.used == 0
+    return run
+
+
+def run_alone(loaded: Loaded, asked: list[dict[str, Any]]) -> Run:
+    """The reference: each request in a pool of its own, without prefix cache and drafts."""
+    whole = Run([])
+    for options in asked:
+        with loaded.pool(2000, 1) as pool:
+            run = run_together(loaded, BlockManager(pool, prefix_cache="none"), [options])
+        whole.requests += run.requests
+        whole.tokens += run.tokens
+        whole.logits += run.logits
+    return whole

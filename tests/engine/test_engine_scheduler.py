@@ -1,0 +1,313 @@
+"""Who runs, who waits, who gives way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_support import run_alone, run_together
+
+from kvpool import InvalidArgument, PoolFull
+from kvpool.engine.engine import Engine
+from kvpool.engine.generate import generate
+from kvpool.engine.paged import blocks_needed
+from kvpool.engine.request import Request
+from kvpool.engine.speculative import PromptLookup
+
+
+def numbers(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 260, n).tolist()
+
+
+# ---- a pass -------------------------------------------------------------------------------------
+
+
+def test_a_pass_mixes_decode_with_chunks_of_prompts(tiny, manager_of) -> None:
+    """Budget 16: two samples get their token first, the prompt of 50 what is left."""
+    with Engine(tiny.model, manager_of(50), max_seqs=4, max_step_tokens=16) as engine:
+        for seed in (1, 2):
+            engine.add(Request(numbers(8, seed), max_tokens=40))
+        first = engine.step()
+        assert (first.n_decode, first.n_prefill, len(first.admitted)) == (0, 16, 2)
+        engine.add(Request(numbers(50, 3), max_tokens=5))
+        rows = [(step.n_decode, step.n_prefill) for step in (engine.step() for _ in range(5))]
+        assert rows == [(2, 14), (2, 14), (2, 14), (2, 8), (3, 0)]
+
+
+def test_one_call_feeds_the_whole_batch(tiny, manager_of, monkeypatch) -> None:
+    """A decode step is one append, one table, one pass: whatever the number of sequences."""
+    manager = manager_of(100)
+    calls: list[str] = []
+
+    class Counting:
+        def __getattr__(self, name: str):
+            value = getattr(manager, name)
+            if callable(value):
+                calls.append(name)
+            return value
+
+    with Engine(tiny.model, Counting(), max_seqs=20) as engine:  # type: ignore[arg-type]
+        for seed in range(20):
+            engine.add(Request(numbers(5, seed), max_tokens=10))
+        engine.step()
+        calls.clear()
+        step = engine.step()
+        assert step.n_decode == 20
+        assert sorted(calls) == ["append", "block_tables", "commit", "slot_mapping"]
+
+
+def test_the_table_of_a_batch_stays_in_one_buffer(tiny, manager_of) -> None:
+    with Engine(tiny.model, manager_of(100)) as engine:
+        for seed in range(3):
+            engine.add(Request(numbers(20, seed), max_tokens=10))
+        engine.step()
+        buffer = engine._maker._tables
+        for _ in range(5):
+            engine.step()
+        assert engine._maker._tables is buffer
+
+
+# ---- admission ----------------------------------------------------------------------------------
+
+
+def test_a_request_is_admitted_when_all_its_blocks_are_there(tiny, manager_of) -> None:
+    manager = manager_of(10, 4)
+    with Engine(tiny.model, manager) as engine:
+        big = engine.add(Request(numbers(24, 1), max_tokens=4))  # 6 blocks, then a seventh
+        next_ = engine.add(Request(numbers(20, 2), max_tokens=4))  # 5 blocks: not now
+        small = engine.add(Request(numbers(3, 3), max_tokens=4))  # would fit, but does not pass
+        assert engine.step().admitted == (big,)
+        assert engine.scheduler.waiting == [next_, small]
+        while not big.is_done:
+            assert not engine.step().admitted
+        assert engine.step().admitted == (next_, small)
+
+
+def test_the_watermark_stays_free(tiny, manager_of) -> None:
+    manager = manager_of(10, 4, watermark=3)
+    with Engine(tiny.model, manager) as engine:
+        engine.add(Request(numbers(16, 1), max_tokens=2))
+        engine.add(Request(numbers(16, 2), max_tokens=2))
+        assert len(engine.step().admitted) == 1  # 4 + 4 + 3 > 10
+        assert manager.pool.stats.used == 4
+
+
+def test_no_more_sequences_than_max_seqs(tiny, manager_of) -> None:
+    asked = [{"prompt": numbers(5, i), "n": 2, "max_tokens": 6} for i in range(5)]
+    run = run_together(tiny, manager_of(100), asked, max_seqs=5)
+    assert max(step.n_decode for step in run.steps) == 4  # two requests of two samples
+
+
+def test_who_begins_like_a_prompt_in_the_making_waits_for_it(tiny, manager_of) -> None:
+    shared = numbers(64, 1)
+    with Engine(tiny.model, manager_of(100), max_seqs=8, max_step_tokens=40) as engine:
+        first = engine.add(Request([*shared, 5], max_tokens=4))
+        like = engine.add(Request([*shared, 6], max_tokens=4))
+        other = engine.add(Request(numbers(20, 2), max_tokens=4))
+        assert engine.step().admitted == (first,)  # 40 of its 65 tokens
+        assert engine.step().admitted == (other,)  # passes the one that waits
+        assert engine.step().admitted == (like,)
+        assert like.n_cached == 64
+        engine.run()
+    assert first.samples[0].finish == like.samples[0].finish == "length"
+
+
+def test_who_shares_less_than_a_block_does_not_wait(tiny, manager_of) -> None:
+    shared = numbers(15, 1)
+    with Engine(tiny.model, manager_of(100)) as engine:
+        engine.add(Request([*shared, 5, 6], max_tokens=4))
+        engine.add(Request([*shared, 7, 8], max_tokens=4))
+        assert len(engine.step().admitted) == 2
+    with Engine(tiny.model, manager_of(100, prefix_cache="none")) as engine:
+        for _ in range(2):  # equal ones, but nothing is ever found
+            engine.add(Request(numbers(60, 1), max_tokens=4))
+        assert len(engine.step().admitted) == 2
+
+
+# ---- giving way ---------------------------------------------------------------------------------
+
+
+def test_the_youngest_is_preempted_and_comes_back_first(tiny, manager_of) -> None:
+    manager = manager_of(9, 4)
+    asked = [{"prompt": numbers(8, i), "max_tokens": 12} for i in range(4)]
+    with Engine(tiny.model, manager) as engine:
+        requests = [engine.add(Request(**options)) for options in asked]
+        order: list[tuple[str, int]] = []
+        while engine.is_busy:
+            step = engine.step()
+            for name in ("preempted", "admitted", "finished"):
+                order += [(name, request.number) for request in getattr(step, name)]
+    # four prompts of 2 blocks; at the first token each needs a third: 12 of 9
+    assert order[:5] == [
+        ("admitted", 0), ("admitted", 1), ("admitted", 2), ("admitted", 3), ("preempted", 3),
+    ]  # fmt: skip
+    preempted = [n for name, n in order if name == "preempted"]
+    assert 0 not in preempted  # the oldest never gives way
+    assert [n for name, n in order if name == "finished"] == [0, 1, 2, 3]
+    assert [r.n_preempted for r in requests] == [preempted.count(i) for i in range(4)]
+    assert [r.samples[0].tokens for r in requests] == [
+        tokens[0] for tokens in run_alone(tiny, asked).tokens
+    ]
+
+
+def test_nobody_is_admitted_in_a_pass_that_preempts(tiny, manager_of) -> None:
+    asked = [{"prompt": numbers(8, i), "max_tokens": 12} for i in range(6)]
+    run = run_together(tiny, manager_of(9, 4), asked)
+    assert any(step.preempted for step in run.steps)
+    assert not any(step.preempted and step.admitted for step in run.steps)
+
+
+def test_a_preempted_request_is_counted_once(tiny, manager_of) -> None:
+    manager = manager_of(9, 4)
+    run = run_together(
+        tiny, manager, [{"prompt": numbers(8, i), "max_tokens": 12} for i in range(4)]
+    )
+    assert run.count("preempted") > 0
+    assert manager.stats.prompt_tokens == 4 * 8
+
+
+def test_forks_share_the_prompt_and_own_the_rest(tiny, manager_of) -> None:
+    """n = 4: the full blocks of the prompt once, and four times what comes after them."""
+    for n_prompt in (32, 40, 47):
+        manager = manager_of(64)
+        options = {"n": 4, "max_tokens": 20, "temperature": 1.0}
+        request = generate(tiny.model, manager, list(range(5, 5 + n_prompt)), **options)
+        assert len({tuple(sample.tokens) for sample in request.samples}) == 4
+        shared, end = n_prompt // 16, n_prompt + 19
+        assert request.peak_blocks == shared + 4 * (-(-end // 16) - shared)
+        assert request.peak_blocks == blocks_needed(n_prompt, 20, 4, 16) == manager.stats.peak_used
+
+
+def test_a_sample_that_ends_gives_its_blocks_back_at_once(tiny, manager_of) -> None:
+    prompt, options = numbers(70), {"temperature": 1.0, "n": 2, "max_tokens": 40}
+    first, second = generate(tiny.model, manager_of(200, 1), prompt, **options).samples
+    end = next(i for i, token in enumerate(first.tokens) if token not in second.tokens)
+    manager, used = manager_of(200, 1), []
+    request = generate(
+        tiny.model, manager, prompt, stop_tokens=[first.tokens[end]],
+        check=lambda: used.append(manager.pool.stats.used), **options,
+    )  # fmt: skip
+    assert [sample.finish for sample in request.samples] == ["stop", "length"]
+    assert request.samples[0].tokens == first.tokens[:end]
+    assert used[-1] == len(prompt) + 38  # the second alone, before its last step
+
+
+def test_drafts_never_preempt_anybody(tiny, manager_of) -> None:
+    """A guess takes only blocks that are there."""
+    phrase = numbers(6) * 5
+    needed = blocks_needed(30, 20, 1, 4)
+    asked = [{"prompt": phrase, "max_tokens": 20}] * 2
+    run = run_together(tiny, manager_of(2 * needed, 4, "none"), asked, n_drafts=8)
+    assert run.count("n_accepted") > 0
+    assert run.count("preempted") == 0
+
+
+# ---- what does not fit --------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(tiny, manager_of) -> None:
+    manager = manager_of(9, 4, watermark=1)
+    for prompt, options, needed in ((20, {}, 10), (5, {"n": 4}, 21), (8, {"beams": 2}, 12)):
+        options = {"max_tokens": 20, **options}
+        width = options.get("beams") or options.get("n", 1)
+        assert blocks_needed(prompt, 20, width, 4) == needed
+        with Engine(tiny.model, manager) as engine:
+            fine = engine.add(Request(numbers(5), max_tokens=3))
+            with pytest.raises(
+                PoolFull, match=f"can need {needed} blocks of 4 tokens .* has 9, of"
+            ):
+                engine.add(Request(numbers(prompt), **options))
+            engine.run()
+        assert fine.samples[0].finish == "length"
+
+
+def test_a_pool_of_exactly_blocks_needed_is_enough(tiny, manager_of) -> None:
+    for n_prompt, n in ((16, 1), (17, 3), (31, 4)):
+        options = {"n": n, "max_tokens": 9, "temperature": 2.0}
+        needed = blocks_needed(n_prompt, 9, n, 4)
+        request = generate(tiny.model, manager_of(needed, 4), numbers(n_prompt), **options)
+        assert request.n_preempted == 0
+        with pytest.raises(PoolFull):
+            generate(tiny.model, manager_of(needed - 1, 4), numbers(n_prompt), **options)
+
+
+def test_a_pool_whose_blocks_others_hold_fails_one_request_after_the_other(
+    tiny, manager_of
+) -> None:
+    """Not for ever, and not those that fit."""
+    manager = manager_of(10, 4)
+    theirs = manager.allocate(numbers(28))
+    with Engine(tiny.model, manager) as engine:
+        big = engine.add(Request(numbers(20, 1), max_tokens=4))
+        growing = engine.add(Request(numbers(8, 2), max_tokens=16))
+        small = engine.add(Request(numbers(6, 3), max_tokens=4))
+        engine.run()
+    assert isinstance(big.error, PoolFull)
+    assert isinstance(growing.error, PoolFull)
+    assert [r.samples[0].finish for r in (big, growing, small)] == ["error", "error", "length"]
+    assert len(growing.samples[0].tokens) > 1
+    theirs.free()
+
+
+REFUSED = {
+    "at least one token": {"prompt": []},
+    "n is 0": {"n": 0},
+    "max_tokens is 0": {"max_tokens": 0},
+    "beams is -1": {"beams": -1},
+    "n is 3: 2 beams": {"n": 3, "beams": 2},
+    "beams and temperature": {"beams": 2, "temperature": 1.0},
+    "length_penalty is inf": {"beams": 2, "length_penalty": float("inf")},
+    "temperature is -1": {"temperature": -1},
+    "top_p is 2": {"top_p": 2},
+    "generated: only one sample": {"n": 2, "generated": [1]},
+    "generated has 5 of max_tokens 5": {"generated": [1] * 5, "max_tokens": 5},
+    "longer than the model's context of 512": {"prompt": [5] * 500, "max_tokens": 13},
+    "token 271 is not in 0..270": {"prompt": [5, 271]},
+    "token -1 is not in 0..270": {"prompt": [5, -1]},
+    "65 samples of one prompt, but max_seqs is 64": {"n": 65, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_wrong_request_names_what_is_wrong(tiny, manager_of, text) -> None:
+    with Engine(tiny.model, manager_of(2000)) as engine:
+        with pytest.raises(InvalidArgument, match=text):
+            engine.add(Request(**{"prompt": [5, 6], **REFUSED[text]}))
+        assert not engine.is_busy
+
+
+def test_an_engine_refuses_what_does_not_go_together(tiny, minute, manager_of) -> None:
+    for options in ({"max_seqs": 0}, {"max_seqs": 9, "max_step_tokens": 8}, {"n_drafts": -1}):
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            Engine(tiny.model, manager_of(4), **options)
+    with pytest.raises(InvalidArgument, match="n_layers: the pool has 3, the model 2"):
+        Engine(minute.model, manager_of(4))
+    with Engine(tiny.model, manager_of(4)) as engine:
+        request = engine.add(Request([5], max_tokens=2))
+        with pytest.raises(InvalidArgument, match="added before"):
+            engine.add(request)
+        engine.run()
+    assert request.samples[0].finish == "length"
+
+
+# ---- guessing -----------------------------------------------------------------------------------
+
+
+def test_what_followed_last_time_is_proposed() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
+    assert lookup.propose(3) == [4, 9, 2]  # three agree: 1 2 3
+    lookup.extend([7, 2, 3])
+    assert lookup.propose(2) == [7, 2]  # the latest of 2 3 that goes on
+    assert lookup.propose(1) == [7]
+    lookup.extend([200])
+    assert lookup.propose(5) == []
+    assert PromptLookup([1]).propose(5) == []
+    assert len(lookup) == 15
+
+
+def test_a_lookup_knows_the_same_at_once_and_piece_by_piece() -> None:
+    tokens = np.random.default_rng(1).integers(0, 4, 200).tolist()
+    whole, grown = PromptLookup(tokens), PromptLookup([])
+    for token in tokens:
+        grown.extend([token])
+    for n in range(6):
+        assert whole.propose(n) == grown.propose(n)
