@@ -35,9 +35,8 @@ def minute(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     from engine_support import load
     from tiny_llama import TinyLlama
 
-    weights = TinyLlama(
-        n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, embed_dim=16, ffn_dim=24, eos=False
-    )
+    small = {"n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "embed_dim": 16}
+    weights = TinyLlama(**small, ffn_dim=24, context_length=2048, eos=False)
     return load(weights.write(tmp_path_factory.mktemp("minute") / "minute.gguf"), threads=1)
 
 

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_support import Llama, load
+from engine_support import load
 from tiny_llama import TinyLlama
 
 import kvpool
 from kvpool.cli import main
 from kvpool.cli.generate import SYSTEM
+from kvpool.engine.llama import Llama
 from kvpool.engine.paged import blocks_needed
 
 
@@ -121,6 +122,9 @@ def test_one_json_document_and_nothing_else(model) -> None:
     assert document["total"]["cached_tokens"] == second["cached_tokens"] + third["cached_tokens"]
     assert document["total"]["prompt_tokens"] == sum(map(len, chats))
     assert document["total"]["tokens"] == 42
+    assert document["total"]["passes"] > 7
+    assert document["total"]["preemptions"] == 0
+    assert all(prompt["preempted"] == 0 for prompt in document["prompts"])
     assert pool["used"] == 0
     assert pool["free"] + pool["cached"] == pool["n_blocks"]
 
@@ -145,12 +149,14 @@ def test_the_cache_can_be_switched_off(model, capsys) -> None:
     assert [p["samples"] for p in on["prompts"]] == [p["samples"] for p in off["prompts"]]
 
 
-def test_colors_and_a_table_on_a_terminal(model) -> None:
+def on_a_terminal(*args: str, rows: int = 40) -> tuple[int, str]:
+    """Exit code and all that a terminal was sent."""
     leader, follower = pty.openpty()
-    args = command("generate", "--model", model, "--prompt", "one", "--n", "2", "--max-tokens", "4")
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": str(rows)}
     environment.pop("NO_COLOR", None)
-    with subprocess.Popen(args, stdout=follower, stderr=follower, env=environment) as process:
+    with subprocess.Popen(
+        command(*args), stdin=follower, stdout=follower, stderr=follower, env=environment
+    ) as process:
         os.close(follower)
         shown = b""
         while True:
@@ -162,12 +168,34 @@ def test_colors_and_a_table_on_a_terminal(model) -> None:
                 break
             shown += part
     os.close(leader)
-    assert process.returncode == 0, shown
-    text = shown.decode()
+    return process.returncode, shown.decode()
+
+
+def test_colors_and_a_table_on_a_terminal(model) -> None:
+    code, text = on_a_terminal(
+        "generate", "--model", model, "--prompt", "one", "--n", "2", "--max-tokens", "4"
+    )
+    assert code == 0, text
     assert "loading" in text
     assert "\x1b[" in text
     for word in ("> one", "[1] ", "[2] ", "tokens/s", "contiguous", "prefix cache", " 0 used, "):
         assert word in text
+
+
+def test_a_live_view_on_a_terminal(model) -> None:
+    """Every sequence with its state, the pool's occupancy, hits and speed; answers scroll by."""
+    args = ["--model", model, "--max-tokens", "30", "--batch=4", "--draft=2", "--temperature=1"]
+    args += ["--block-tokens=4", "--blocks=120", "--chunk=64"]
+    code, text = on_a_terminal("generate", *args, *(f"prompt {i}" for i in range(9)), rows=25)
+    assert code == 0, text
+    for word in ("decode", "prefill", "waiting", "preempted", "used ", "cached ", "free "):
+        assert word in text
+    for word in ("120 blocks of 4 tokens", "tokens/s", "prefix hits ", " passes", "drafts "):
+        assert word in text
+    assert "4 more" in text  # nine do not fit the screen
+    for i in range(9):
+        assert text.count(f"> prompt {i}") == 1
+    assert text.rstrip().rpartition("drafts")[2]  # the sums stand at the end
 
 
 def test_prompts_from_a_file_and_from_stdin(model, tmp_path) -> None:
@@ -178,6 +206,76 @@ def test_prompts_from_a_file_and_from_stdin(model, tmp_path) -> None:
             "generate", "--model", model, "--json", "--max-tokens=2", "--prompts", *args, **options
         )
         assert [prompt["prompt"] for prompt in json.loads(done.stdout)["prompts"]] == ["one", "two"]
+
+
+def answers(capsys, *args: str) -> list[list[tuple[list[int], str]]]:
+    assert main(["generate", "--json", "--max-tokens=12", *args]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["pool"]["used"] == 0
+    return [[(s["tokens"], s["finish"]) for s in p["samples"]] for p in document["prompts"]]
+
+
+def test_no_option_of_the_engine_changes_an_answer(model, capsys) -> None:
+    prompts = ["one", "two", "three and a half", "one"]
+    args = ["--model", model, *prompts, "--n=2", "--temperature=0.9", "--top-k=50", "--top-p=0.9"]
+    plain = answers(capsys, *args, "--batch=1")
+    assert len(plain) == 4
+    assert plain[0] != plain[1]
+    for option in (
+        "--batch=3", "--chunk=5", "--draft=4", "--threads=1", "--blocks=60", "--block-tokens=4",
+        "--prefix-cache=none",
+    ):  # fmt: skip
+        if option == "--block-tokens=4":
+            assert answers(capsys, *args, option, "--blocks=80") == plain
+        else:
+            assert answers(capsys, *args, option) == plain
+
+
+def test_prompts_are_arguments_and_then_options(model, capsys) -> None:
+    args = ["generate", "--model", model, "--json", "--max-tokens=1", "b", "a", "--prompt", "c"]
+    assert main(args) == 0
+    shown = json.loads(capsys.readouterr().out)["prompts"]
+    assert [prompt["prompt"] for prompt in shown] == ["b", "a", "c"]
+
+
+def test_beam_search_gives_the_best_with_their_scores(model, capsys) -> None:
+    args = ["generate", "--model", model, "--max-tokens=5", "--beams=4", "--n=2", "x", "y"]
+    assert main([*args, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for prompt in document["prompts"]:
+        scores = [sample["score"] for sample in prompt["samples"]]
+        assert len(scores) == 2
+        assert scores == sorted(scores, reverse=True)
+    assert main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:3] for line in lines if line.startswith("[")] == ["[1]", "[2]"] * 2
+
+
+def test_a_pool_too_small_for_all_preempts_and_says_so(model, capsys) -> None:
+    args = ["generate", "--model", model, "--system=", "--block-tokens=4", "--max-tokens=40"]
+    assert main([*args, "--blocks=30", "one", "two", "three", "four"]) == 0
+    text = capsys.readouterr().out
+    (note,) = [line for line in text.splitlines() if line.startswith("blocks: ")]
+    assert " 0 used, " in note
+    assert int(note.rpartition(", ")[2].split()[0]) > 0
+    assert note.endswith(" requests preempted")
+
+
+def test_drafts_are_counted(model, capsys) -> None:
+    assert main(["generate", "--model", model, "--draft=3", "--max-tokens=30", "x"]) == 0
+    (note,) = [s for s in capsys.readouterr().out.splitlines() if s.startswith("drafts: ")]
+    right, _, guessed = note.removeprefix("drafts: ").split()[:3]
+    assert 0 <= int(right) <= int(guessed)
+    assert int(guessed) > 0
+
+
+def test_answers_come_in_the_order_of_the_prompts(model) -> None:
+    """In a pipe: whoever is done first waits for the ones before it."""
+    done = run("generate", "--model", model, "--max-tokens=6", "--n=2", *"abcdef")
+    assert [line for line in done.stdout.splitlines() if line.startswith("> ")] == [
+        f"> {name}" for name in "abcdef"
+    ]
+    assert sum(line.startswith("[2] ") for line in done.stdout.splitlines()) == 6
 
 
 def test_output_that_cannot_be_encoded_is_replaced(model) -> None:
@@ -204,11 +302,23 @@ REFUSED = {
     "--block-tokens 0": "argument --block-tokens: 0 is not in 1..",
     "--prefix-cache some": "argument --prefix-cache: invalid choice: 'some'",
     "--prompt a --prompts b": "argument --prompts: not allowed with argument --prompt",
+    "a --prompts b": "argument PROMPT: not allowed with argument --prompts",
+    "--top-k -1": "argument --top-k: -1 is not in 0..",
+    "--top-p 0": "argument --top-p: 0 is not above 0 and at most 1",
+    "--top-p 1.1": "argument --top-p: 1.1 is not above 0 and at most 1",
+    "--top-p x": "argument --top-p: 'x' is no number",
+    "--beams -1": "argument --beams: -1 is not in 0..",
+    "--beams 2 --n 3": "--n 3: 2 beams have no more answers",
+    "--beams 2 --temperature 1": "--temperature: beam search draws nothing",
+    "--draft -1": "argument --draft: -1 is not in 0..",
+    "--batch 0": "argument --batch: 0 is not in 1..",
+    "--chunk 0": "argument --chunk: 0 is not in 1..",
+    "--threads 0": "argument --threads: 0 is not in 1..",
     "--prompts no-such-file": "--prompts no-such-file: No such file or directory",
     "--prompts /dev/null": "--prompts /dev/null: no prompts in it",
     "--model no-such-file": "no-such-file: No such file or directory",
     "--model /dev/null": "/dev/null: not a GGUF file",
-    "--max-tok 5": "unrecognized arguments: --max-tok 5",
+    "--max-tok 5": "unrecognized arguments: --max-tok",
 }
 
 
@@ -388,16 +498,17 @@ def test_ctrl_c_tells_what_was_done(model) -> None:
 def test_ctrl_c_leaves_one_json_document_about_what_was_done(model, capsys, monkeypatch) -> None:
     forward, calls = Llama.forward, 0
 
-    def interrupted(self, spans):
+    def interrupted(self, batch):
         nonlocal calls
-        calls += len(spans) == 2  # steps of both samples, five for each prompt
+        calls += len(batch.tokens) == 2  # steps of both samples, five for each prompt
         if calls == 7:
             signal.raise_signal(signal.SIGINT)  # in the middle of a pass
-        return forward(self, spans)
+        return forward(self, batch)
 
     monkeypatch.setattr(Llama, "forward", interrupted)
     before = signal.getsignal(signal.SIGINT)
     args = ["generate", "--model", model, "--json", "--system=", "--n=2", "--max-tokens=6"]
+    args += ["--batch=2"]  # one prompt at a time
     assert main([*args, "--prompt=a", "--prompt=b", "--prompt=c"]) == 130
     assert signal.getsignal(signal.SIGINT) == before
     document = json.loads(capsys.readouterr().out)

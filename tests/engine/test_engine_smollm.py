@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_support import Loaded, paged, run_prompts, same_bits
-from test_engine_forward import WideSequence
+from engine_support import Loaded, Run, compute, load, run_alone, run_together
 
-from kvpool.engine.generate import prefill
+from kvpool import BlockManager
+from kvpool.engine.generate import generate, prefill
 from kvpool.engine.paged import blocks_needed
 
 SYSTEM = "You are a careful assistant. Answer in one or two short sentences, in plain words."
@@ -22,58 +23,91 @@ MAX_TOKENS = 10
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm: Loaded) -> list[list[int]]:
-    return [smollm.tokenizer.chat(question, SYSTEM) for question in QUESTIONS]
+def asked(smollm: Loaded) -> list[dict[str, Any]]:
+    prompts = [smollm.tokenizer.chat(question, SYSTEM) for question in QUESTIONS]
+    stop = smollm.tokenizer.stop_tokens
+    options = [{"prompt": p, "max_tokens": MAX_TOKENS, "stop_tokens": stop} for p in prompts]
+    options[1] |= {"temperature": 0.7, "seed": 1, "n": 2}
+    return options
 
 
 @pytest.fixture(scope="module")
-def reference(smollm: Loaded, prompts):
-    return run_prompts(smollm, smollm.contiguous(128), prompts, max_tokens=MAX_TOKENS)
+def alone(smollm: Loaded, asked) -> Run:
+    return run_alone(smollm, asked)
 
 
-def test_it_answers(smollm: Loaded, reference) -> None:
-    assert "Paris" in smollm.tokenizer.decode(reference[0][0][0])
+def test_it_answers(smollm: Loaded, alone) -> None:
+    assert "Paris" in smollm.tokenizer.decode(alone.tokens[0][0])
 
 
 @pytest.mark.parametrize(
-    ("block_tokens", "prefix_cache", "small"),
+    ("block_tokens", "prefix_cache", "small", "engine"),
     [
-        (16, "none", False),
-        (1, "hash", False),
-        (16, "hash", False),
-        (64, "hash", False),
-        (16, "hash", True),
+        (16, "none", False, {}),
+        (1, "hash", False, {"max_step_tokens": 24, "max_seqs": 3}),
+        (64, "hash", False, {"n_drafts": 3}),
+        (4, "hash", True, {}),
     ],
-    ids=["cache off", "blocks of 1", "blocks of 16", "blocks of 64", "a pool that evicts"],
+    ids=[
+        "cache off",
+        "blocks of 1, small chunks",
+        "blocks of 64, drafts",
+        "a pool that preempts and evicts",
+    ],
 )
-def test_tokens_and_logits_are_those_of_one_array(
-    smollm: Loaded, prompts, reference, block_tokens, prefix_cache, small
+def test_tokens_and_logits_are_those_of_each_request_alone(
+    smollm: Loaded, asked, alone, block_tokens, prefix_cache, small, engine
 ) -> None:
-    needed = max(blocks_needed(len(p), MAX_TOKENS, 1, block_tokens) for p in prompts)
-    with smollm.pool(needed if small else 3 * needed, block_tokens) as pool:
-        cache = paged(pool, prefix_cache)
-        tokens, logits = run_prompts(smollm, cache, prompts, max_tokens=MAX_TOKENS)
-        assert tokens == reference[0]
-        assert same_bits(logits, reference[1])
+    needs = [
+        blocks_needed(len(a["prompt"]), MAX_TOKENS, a.get("n", 1), block_tokens) for a in asked
+    ]
+    with smollm.pool(max(needs) if small else sum(needs), block_tokens) as pool:
+        manager = BlockManager(pool, prefix_cache=prefix_cache)  # type: ignore[arg-type]
+        run = run_together(smollm, manager, asked, **engine)
+        assert run.tokens == alone.tokens
+        assert run.logits == alone.logits
+        prompts = [a["prompt"] for a in asked]
         common = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len({*ids}) > 1)
         hits = common // block_tokens * block_tokens * (len(prompts) - 1)
-        assert cache.manager.stats.hit_tokens == (hits if prefix_cache == "hash" else 0)
-        assert pool.stats.used == 0
+        assert manager.stats.hit_tokens == (hits if prefix_cache == "hash" else 0)
+        assert (run.count("preempted") > 0) == small
         assert (pool.stats.evictions > 0) == small
-        cache.manager.check()
 
 
-def test_four_samples_share_the_prompt(smollm: Loaded, prompts) -> None:
-    with smollm.pool(64) as pool:
-        cache = paged(pool)
-        (samples,), _ = run_prompts(
-            smollm, cache, prompts[1:2], n=4, max_tokens=6, temperature=1.0, seed=1
+def test_one_thread_gives_the_bits_of_all(smollm: Loaded, asked, alone) -> None:
+    with smollm.pool(20) as pool:
+        run = run_together(
+            smollm, BlockManager(pool), asked[:1], model=load(smollm.path, threads=1).model
         )
-        assert len({*map(tuple, samples)}) > 1
-        shared, ends = len(prompts[1]) // 16, [len(prompts[1]) + len(s) - 1 for s in samples]
-        assert cache.peak_used <= blocks_needed(len(prompts[1]), 6, 4, 16)
-        assert cache.peak_used == shared + sum(-(-end // 16) - shared for end in ends)
+    assert run.logits == alone.logits[:1]
+
+
+def test_four_samples_share_the_prompt(smollm: Loaded, asked) -> None:
+    prompt = asked[1]["prompt"]
+    with smollm.pool(64) as pool:
+        manager = BlockManager(pool)
+        request = generate(
+            smollm.model, manager, prompt, n=4, max_tokens=6, temperature=1.0, seed=1
+        )
+        assert len({tuple(sample.tokens) for sample in request.samples}) > 1
+        assert manager.stats.peak_used == blocks_needed(len(prompt), 6, 4, 16)
         assert pool.stats.used == 0
+
+
+def test_a_beam_is_likelier_than_the_greedy_answer(smollm: Loaded, asked) -> None:
+    """Scores are sums of log-probabilities: of the greedy text they can be counted, and the best of
+    three beams is no worse."""
+    prompt, n = asked[0]["prompt"], 5
+    with smollm.pool(64) as pool:
+        manager = BlockManager(pool)
+        greedy = generate(smollm.model, manager, prompt, max_tokens=n).samples[0].tokens
+        best = generate(smollm.model, manager, prompt, max_tokens=n, beams=3).samples[0]
+        with manager.allocate(prompt + greedy[:-1]) as sequence:
+            rows = compute(smollm.model, manager, (sequence, len(sequence) - sequence.n_cached))
+    rows = rows[-n:].astype(np.float64)
+    scores = rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True))
+    scores -= rows.max(1, keepdims=True)
+    assert best.score >= scores[np.arange(n), greedy].sum() - 1e-9
 
 
 TEXTS = [
@@ -152,23 +186,22 @@ def test_tokens_are_those_of_transformers(smollm: Loaded, transformers) -> None:
         assert smollm.tokenizer.chat("Hi?", system) == ids
 
 
-def test_first_logits_are_those_of_transformers(smollm: Loaded, prompts, transformers) -> None:
-    """Logits have a standard deviation of about 3.4. Without rounding in the cache two float32
-    implementations differ by their rounding alone, over 30 layers: 2e-3. With K and V in float16,
-    which transformers does not do, each carries a relative error of up to 2**-11: 5e-2."""
+def test_first_logits_are_those_of_transformers(smollm: Loaded, asked, transformers) -> None:
+    """Logits have a standard deviation of about 3.4. Two float32 implementations differ by their
+    rounding over 30 layers: 2e-3. With K and V in float16, which transformers does not do, each
+    carries a relative error of up to 2**-11: 5e-2."""
     import torch
 
     path = smollm.path
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     ).eval()
-    for prompt in prompts:
+    for options in asked:
+        prompt = options["prompt"]
         with torch.no_grad():
             expected = theirs(torch.tensor([prompt])).logits[0, -1].numpy()
-        for sequence, tolerance in (
-            (WideSequence(smollm, prompt), 2e-3),
-            (smollm.contiguous(128).open(prompt), 5e-2),
-        ):
-            found = smollm.model.logits(prefill(smollm.model, sequence))[0]
-            assert np.abs(found - expected).max() < tolerance
-            assert found.argmax() == expected.argmax()
+        with smollm.pool(16) as pool:
+            sequence, found = prefill(smollm.model, BlockManager(pool), prompt)
+            sequence.free()
+        assert np.abs(found - expected).max() < 5e-2
+        assert found.argmax() == expected.argmax()

@@ -189,6 +189,10 @@ def run(args: argparse.Namespace) -> int:
     """Loads the model, answers the prompts, shows the sums. Returns the exit code."""
     if args.model == "":
         raise InvalidArgument("--model is empty: it takes the path of a GGUF file")
+    if args.beams and args.n > args.beams:
+        raise InvalidArgument(f"--n {args.n}: {args.beams} beams have no more answers than that")
+    if args.beams and args.temperature:
+        raise InvalidArgument("--temperature: beam search draws nothing")
     _check_text("--system", args.system)
     texts = _prompt_texts(args)
     from ._show import make_show
