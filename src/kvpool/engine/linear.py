@@ -27,9 +27,10 @@ times a token; when something else needs the cores, every wait can last a time s
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -43,6 +44,7 @@ Array = NDArray[np.float32]
 TILE = 4
 _OTHER_TILES = (2, 8)
 _CHUNK_VALUES = 1 << 16  # float32 values of a chunk: 256 KiB, half of a small second-level cache
+_GROUP = 4  # chunks that a thread takes at a time
 _WORTH_A_THREAD = 1 << 19  # matrix values below which waking a thread costs more than it gives
 
 
@@ -105,17 +107,28 @@ def _chunk_height(n_out: int, n_in: int) -> int:
 
 
 def _multiply(tiles: Array, chunks: Array, out: Array, threads: int) -> None:
-    """``out[c, t] = tiles[t] @ chunks[c]``, the chunks dealt out to threads."""
+    """``out[c, t] = tiles[t] @ chunks[c]``; each thread takes a group of chunks as long as there are
+    any. One that gets no core in time has taken none, and nobody waits for it."""
+    starts = range(0, len(chunks), _GROUP)
     n_values = chunks.size * max(1, len(tiles) // TILE)
-    parts = min(len(chunks), threads) if n_values >= _WORTH_A_THREAD else 1
-    bounds = [len(chunks) * part // parts for part in range(1, parts + 1)]
-    others = [
-        _threads().submit(np.matmul, tiles, chunks[a:b], out[a:b])
-        for a, b in itertools.pairwise(bounds)
-    ]
-    np.matmul(tiles, chunks[: bounds[0]], out=out[: bounds[0]])  # releases the GIL
-    for other in others:
-        other.result()
+    n_helpers = min(len(starts), threads) - 1 if n_values >= _WORTH_A_THREAD else 0
+    if n_helpers < 1:
+        np.matmul(tiles, chunks, out=out)
+        return
+    groups = deque(starts)
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # no group is left
+            while True:
+                start = groups.popleft()
+                group = slice(start, start + _GROUP)
+                np.matmul(tiles, chunks[group], out=out[group])  # releases the GIL
+
+    helpers = [_threads().submit(work) for _ in range(n_helpers)]
+    work()
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
 
 
 @functools.cache
