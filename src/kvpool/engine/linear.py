@@ -107,7 +107,7 @@ def _chunk_height(n_out: int, n_in: int) -> int:
 
 
 def _multiply(tiles: Array, chunks: Array, out: Array, threads: int) -> None:
-    """``out[c, t] = tiles[t] @ chunks[c]``; each thread takes a group of chunks as long as there are
+    """``out[c, t] = tiles[t] @ chunks[c]``; a thread takes a group of chunks as long as there are
     any. One that gets no core in time has taken none, and nobody waits for it."""
     starts = range(0, len(chunks), _GROUP)
     n_values = chunks.size * max(1, len(tiles) // TILE)
