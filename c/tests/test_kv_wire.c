@@ -287,6 +287,10 @@ TL_TEST(an_envelope_is_checked_in_steps) {
     TL_OK_(tl_kv_envelope_open(e.envelope, e.size, &h));
     TL_EQ(tl_kv_envelope_open(e.envelope, e.size + 1, &h), TL_EFORMAT);
     TL_EQ(tl_kv_envelope_open(e.envelope, 31, &h), TL_EFORMAT);
+    uint8_t giant[TL_KV_ENVELOPE_HEADER]; /* whose size overflows: no stream is that long */
+    memcpy(giant, e.envelope, sizeof giant);
+    memset(giant + 12, 0xFF, 16);
+    TL_EQ(tl_kv_envelope_open(giant, SIZE_MAX, &h), TL_EFORMAT);
     TL_EQ(tl_kv_envelope_open(NULL, 60, &h), TL_EINVAL);
     TL_EQ(tl_kv_envelope_open(e.envelope, 60, NULL), TL_EINVAL);
     TL_OK_(tl_kv_envelope_open(e.envelope, e.size, &h));

@@ -606,7 +606,7 @@ tl_status tl_kv_rules_header(const uint8_t *in, size_t len, const char *who, tl_
     const size_t expected = shape.n_blocks == 0 || fits
                                 ? tl_kv_envelope_bytes(shape.n_blocks, fits ? block : 0)
                                 : SIZE_MAX;
-    if (len != expected && (len != SIZE_MAX || expected == SIZE_MAX)) {
+    if (expected == SIZE_MAX || (len != expected && len != SIZE_MAX)) {
         return tl_fail(TL_EFORMAT, "%s: length %zu, the header announces %zu (rule 1)", who, len,
                        expected);
     }
