@@ -39,7 +39,7 @@ constexpr const char *envelope_check =
     R"(All reader rules in their order; the header of bytes that keep to them.
 
 ``shape`` is what the dimensions are held to: a Pool, or ``(block_tokens, n_layers, n_kv_heads,
-head_dim)``; None holds them to nothing. Nothing is imported and nothing allocated. The GIL is
+head_dim)``; None: any, but not 0. Nothing is imported and nothing allocated. The GIL is
 released for large buffers.
 
 Raises:

@@ -117,13 +117,18 @@ def test_an_empty_envelope_of_giant_dimensions() -> None:
     data = (FORMATS / "golden/no_blocks.tlkv").read_bytes()
     assert len(Envelope(data)) == 0
     giant = bytearray(data[:-4])
-    for product in (b"\xff" * 16, b"\xff\xff\xff\x7f" + b"\1\0\0\0" * 3, bytes(16)):
+    for product in (b"\xff" * 16, b"\xff\xff\xff\x7f" + b"\1\0\0\0" * 3):
         giant[12:28] = product
         sealed = bytes(giant) + kvpool.crc32c(giant).to_bytes(4, "little")
         envelope = Envelope(sealed)
         assert list(envelope) == []
         assert envelope.payload.shape[0] == 0
         assert list(StreamReader([sealed])) == []
+    giant[12:28] = bytes(16)
+    sealed = bytes(giant) + kvpool.crc32c(giant).to_bytes(4, "little")
+    for read in (Envelope, lambda data: StreamReader([data])):
+        with pytest.raises(kvpool.ShapeMismatch, match=r"block_tokens 0 .* at least 1 \(rule 5\)"):
+            read(sealed)
 
 
 def test_the_steps_say_what_they_need() -> None:

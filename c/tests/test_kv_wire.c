@@ -300,6 +300,10 @@ TL_TEST(an_envelope_is_checked_in_steps) {
     other.version = 2;
     TL_EQ(tl_kv_envelope_accept(&other, NULL), TL_EFORMAT);
     TL_EQ(tl_kv_envelope_accept(NULL, NULL), TL_EINVAL);
+    other = h;
+    other.n_kv_heads = 0; /* no pool has that */
+    TL_EQ(tl_kv_envelope_accept(&other, NULL), TL_ESHAPE);
+    TL_CHECK(strstr(tl_last_error(), "n_kv_heads 0 at offset 20, expected at least 1") != NULL);
 
     const size_t record = 12 + h.block_bytes;
     uint8_t *records = e.envelope + TL_KV_ENVELOPE_HEADER;

@@ -171,8 +171,8 @@ typedef struct {
 /*
  * All reader rules of formats/kv-block.md in their order, on untrusted bytes, as tl_kv_import holds
  * to them: what it accepts, this accepts, and the other way round, but for room in a pool. Of shape
- * the four dimensions are read; NULL leaves rule 5 out. Record i is then at offset
- * 28 + i * (12 + block_bytes): a hash of 8 bytes, n_tokens of 4, the payload.
+ * the four dimensions are read; with NULL they may be any but 0, which no pool has. Record i is
+ * then at offset 28 + i * (12 + block_bytes): a hash of 8 bytes, n_tokens of 4, the payload.
  * TL_EFORMAT, TL_ESHAPE; the slot says which rule, field and offset, what was found and what
  * expected. TL_EINVAL: buf or out NULL. *out is undefined on failure. Allocates nothing. O(len).
  */
@@ -187,7 +187,7 @@ TL_API tl_status tl_kv_envelope_check(const void *buf, size_t len, const tl_kv_c
  *   open     rules 1 and 2, from the first 28 bytes (TL_KV_ENVELOPE_HEADER) and the length of the
  *            whole, SIZE_MAX when it is not known. TL_EINVAL: header or out NULL. *out is undefined
  *            on failure; with a length below 32 the header is not read.
- *   accept   rules 4 and 5; shape NULL leaves rule 5 out.
+ *   accept   rules 4 and 5; with shape NULL the dimensions may be any but 0.
  *   records  rule 6 for blocks first .. first + count - 1: 12 bytes for each at records, records +
  *            stride, ... TL_EINVAL: records NULL with count > 0, or blocks past e->n_blocks.
  *   crc      rule 3: the trailer's value and that of the bytes before it.

@@ -639,7 +639,7 @@ tl_status tl_kv_rule_crc(const tl_kv_envelope *e, uint32_t stored, uint32_t crc,
     return TL_OK;
 }
 
-/* Rules 4 and 5; no rule 5 without a shape. */
+/* Rules 4 and 5; without a shape, rule 5 for a pool of any: none has a dimension of 0. */
 tl_status tl_kv_rules_kind(const tl_kv_envelope *e, const tl_kv_cfg *cfg, const char *who) {
     /* 4. version and dtype */
     if (e->version != TL_KV_FORMAT_V1) {
@@ -650,18 +650,24 @@ tl_status tl_kv_rules_kind(const tl_kv_envelope *e, const tl_kv_cfg *cfg, const 
         return tl_fail(TL_EFORMAT, "%s: dtype %" PRIu32 " at offset 6, expected 1 (f16) (rule 4)",
                        who, e->dtype);
     }
-    if (cfg == NULL) {
-        return TL_OK;
-    }
     /* 5. the pool's shape */
+    static const tl_kv_cfg none = {0};
+    const tl_kv_cfg *const own = cfg == NULL ? &none : cfg;
     const struct {
         const char *name;
         uint32_t found, expected;
-    } dims[] = {{"block_tokens", e->block_tokens, cfg->block_tokens},
-                {"n_layers", e->n_layers, cfg->n_layers},
-                {"n_kv_heads", e->n_kv_heads, cfg->n_kv_heads},
-                {"head_dim", e->head_dim, cfg->head_dim}};
+    } dims[] = {{"block_tokens", e->block_tokens, own->block_tokens},
+                {"n_layers", e->n_layers, own->n_layers},
+                {"n_kv_heads", e->n_kv_heads, own->n_kv_heads},
+                {"head_dim", e->head_dim, own->head_dim}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
+        if (cfg == NULL && dims[i].found != 0) {
+            continue;
+        }
+        if (cfg == NULL) {
+            return tl_fail(TL_ESHAPE, "%s: %s 0 at offset %zu, expected at least 1 (rule 5)", who,
+                           dims[i].name, 12 + 4 * i);
+        }
         if (dims[i].found != dims[i].expected) {
             return tl_fail(TL_ESHAPE,
                            "%s: %s %" PRIu32 " at offset %zu, the pool has %" PRIu32 " (rule 5)",

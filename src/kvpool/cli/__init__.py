@@ -1,7 +1,8 @@
 """The ``kvpool`` console command: one module for each of its commands.
 
-Exit codes: 0 done; 2 the command line, the model, the pool or a file is not right (one line on
-stderr says what); 130 stopped by Ctrl-C; 141 the reader of the output went away.
+Exit codes: 0 done; 1 a file is not valid, or differs (inspect, verify, diff); 2 the command line,
+the model, the pool or a file is not right (one line on stderr says what); 130 stopped by Ctrl-C;
+141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NoReturn
 
 from kvpool import KvPoolError, __version__
 
-from . import config, generate
+from . import config, diff, generate, inspect, verify
 
 __all__ = ["main"]
 
@@ -37,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, config):
+    for module in (generate, inspect, verify, diff, config):
         module.add_command(commands)
     return parser
 

@@ -28,7 +28,7 @@ __all__ = ["HEADER_BYTES", "RECORD_BYTES", "TRAILER_BYTES", "Block", "Envelope",
 HEADER_BYTES, RECORD_BYTES, TRAILER_BYTES = 28, 12, 4
 
 #: What an envelope's dimensions are held to: a pool's, or ``(block_tokens, n_layers, n_kv_heads,
-#: head_dim)``, or nothing.
+#: head_dim)``; with None they may be any but 0.
 Shape = Pool | tuple[int, int, int, int] | None
 
 

@@ -117,7 +117,12 @@ class EnvelopeFile:
             for at in range(data, hole, _CHUNK):
                 crc = crc32c(self._read(at, min(_CHUNK, hole - at)), crc)
             at = hole
-        return int.from_bytes(self._read(end, TRAILER_BYTES), "little"), crc
+        return self.stored_crc(), crc
+
+    def stored_crc(self) -> int:
+        """The checksum that is stored."""
+        end = self._start + self.header.size_bytes - TRAILER_BYTES
+        return int.from_bytes(self._read(end, TRAILER_BYTES), "little")
 
     def _extent(self, at: int, end: int) -> tuple[int, int]:
         """Where the next bytes that are not a hole begin and end, at or after ``at``."""
@@ -162,11 +167,26 @@ class EnvelopeFile:
             )
             i += count
 
-    def read_payload(self, index: int, offset: int, view: memoryview) -> None:
-        """Fills ``view`` with the bytes of block ``index``'s payload from ``offset`` on."""
+    def read_payload(self, index: int, offset: int, view: memoryview) -> bool:
+        """Fills ``view`` with the bytes of block ``index``'s payload from ``offset`` on.
+
+        False, and the view is left alone, where all of them are in a hole: they are zeros.
+        """
         record = RECORD_BYTES + self.header.block_bytes
-        at = self._start + HEADER_BYTES + index * record + RECORD_BYTES
-        self._read_into(at + offset, view)
+        return self.read(HEADER_BYTES + index * record + RECORD_BYTES + offset, view)
+
+    def next_data(self, offset: int) -> int:
+        """The first byte of the envelope at or after ``offset`` that is not in a hole."""
+        end = self._start + self.header.size_bytes
+        return self._extent(self._start + offset, end)[0] - self._start
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """The same for the envelope's bytes from ``offset`` on."""
+        at = self._start + offset
+        if self._extent(at, at + len(view))[0] >= at + len(view):
+            return False
+        self._read_into(at, view)
+        return True
 
     def stream(self) -> Any:
         """The envelope's bytes from its beginning, as a source for ``StreamReader``."""
