@@ -62,9 +62,6 @@ class ManagerCore {
         return pins_.size();
     }
 
-    std::shared_ptr<Memory> share() noexcept {
-        return pool_->share();
-    }
     uint32_t block_tokens() const {
         return cfg_.block_tokens;
     }
@@ -148,7 +145,7 @@ class Sequence {
     nb::object tokens();
     nb::object slot_mapping(nb::handle first, nb::handle n, nb::handle pad);
     nb::object export_();
-    nb::object export_pieces();
+    nb::object export_iter(nb::handle chunk_bytes);
     nb::object repr();
 
     uint64_t root() const {

@@ -674,15 +674,16 @@ True
 >>> seq.free()
 )";
 
-constexpr const char *seq_export_pieces =
-    R"(The envelope of ``export`` as read-only pieces, most of them views of the slab.
+constexpr const char *seq_export_iter =
+    R"(The envelope of ``export`` as an iterator over parts of about ``chunk_bytes`` each.
 
-As ``Pool.export_pieces``, for ``os.writev``, ``socket.sendmsg`` and their like. Right for as long as
-the sequence is neither freed nor cut and its blocks stay unwritten; appending is fine.
+As ``Pool.export_iter``: a part is bytes and has at least one block, and one exists at a time. The
+pool's lock is held for a part, not for the whole. What is computed when it is called is in it,
+tokens that are appended or committed meanwhile are not. Until it is done the sequence must neither
+be freed nor cut.
 
 Raises:
-    InvalidArgument: the sequence is freed.
-    MemoryError: no memory for what is not in the slab.
+    InvalidArgument: the sequence is freed, or it was cut meanwhile; here or when a part is made.
 
 Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
 
@@ -690,18 +691,21 @@ Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
 >>> mgr = kvpool.BlockManager(pool)
 >>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
 ...     seq.commit()
-...     [len(piece) for piece in seq.export_pieces()], b"".join(seq.export_pieces()) == seq.export()
-([40, 128, 144], True)
+...     parts = list(seq.export_iter(chunk_bytes=150))
+...     [len(part) for part in parts], b"".join(parts) == seq.export()
+([168, 144], True)
 )";
+
+constexpr const char *seq_parts = "The iterator of Sequence.export_iter.";
 
 constexpr const char *seq_save =
     R"(Writes the computed tokens' K and V to a file, for ``BlockManager.load``.
 
 A sealed envelope (formats/kv-seal.md): the tokens' digest, their number and the namespace, then the
-envelope of ``export``, written from the slab. The file appears whole or not at all: it is written
+envelope of ``export``, a megabyte at a time. The file appears whole or not at all: it is written
 under no name, or a temporary one beside ``path``, synced, and then takes the place of what was at
 ``path``, which the folder's sync makes last. A writer that is killed leaves what was there before.
-The sequence must not be freed or cut meanwhile.
+Other threads may go on with the sequence, but not free or cut it.
 
 Raises:
     StorageError: the file cannot be written: no folder, no permission, no space.

@@ -77,14 +77,9 @@ Pool::Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb
         stride *= dims_[i];
     }
     locked_ = std::make_shared<LockedPool>(memory);
-    owner_ = memory_owner(memory).release().ptr();
-}
-
-nb::object memory_owner(std::shared_ptr<Memory> memory) {
-    auto share = std::make_unique<std::shared_ptr<Memory>>(std::move(memory));
-    nb::object owner = checked(PyCapsule_New(share.get(), owner_name, drop_owner));
+    auto share = std::make_unique<std::shared_ptr<Memory>>(memory);
+    owner_ = checked(PyCapsule_New(share.get(), owner_name, drop_owner)).release().ptr();
     share.release();
-    return owner;
 }
 
 Pool::~Pool() {

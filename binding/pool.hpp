@@ -78,10 +78,4 @@ void bind_pool(nb::module_ &m);
 void bind_wire(nb::module_ &m); // more of its methods; after bind_pool
 void bind_envelope(nb::module_ &m);
 
-// A capsule that keeps the memory for as long as somebody looks at it: the base of views.
-nb::object memory_owner(std::shared_ptr<Memory> memory);
-
-// A read-only memoryview of n bytes that keeps `base` alive.
-nb::object view_of(nb::handle base, const void *data, size_t n);
-
 } // namespace kvpool

@@ -6,7 +6,6 @@
 
 #include "manager_docs.hpp"
 #include "numpy_api.hpp"
-#include "pool.hpp"
 
 namespace kvpool {
 
@@ -336,99 +335,89 @@ nb::object Sequence::export_() {
 
 namespace {
 
-// The envelope that `pieces` are, with its last block cut: what is before that block stays as it
-// is, and is read once more for the CRC; `last` gets record, payload and trailer.
-void cut_pieces(std::vector<tl_kv_piece> &pieces, size_t n_pieces, uint8_t *last,
-                const tl_kv_cfg &cfg, size_t block_bytes, uint32_t tail) {
-    pieces.resize(n_pieces);
-    size_t size = 0;
-    for (const tl_kv_piece &piece : pieces) {
-        size += piece.len;
+// The iterator of Sequence.export_iter. It has no part in the sequence: whoever frees or cuts it
+// ends the iteration with an error.
+class SequenceParts {
+  public:
+    SequenceParts(CorePtr core, tl_kv_seq handle, size_t n_computed, size_t chunk_bytes)
+        : core_(std::move(core)), handle_(handle), n_computed_(n_computed),
+          n_(static_cast<uint32_t>(core_->blocks_for(n_computed))),
+          step_(static_cast<uint32_t>(
+              std::clamp<size_t>(chunk_bytes / (core_->block_bytes() + 12), 1, UINT32_MAX))) {}
+
+    nb::object next() {
+        nb::ft_lock_guard guard(mutex_);
+        if (busy_) { // the GIL is released while a part is made
+            raise_value("export_iter: another thread is taking a part of this envelope");
+        }
+        if (done_) {
+            throw nb::stop_iteration();
+        }
+        const size_t P = core_->block_bytes();
+        const uint32_t count = std::min(step_, n_ - first_);
+        const bool last = first_ + count == n_;
+        const size_t size = (first_ == 0 ? 28 : 0) + count * (P + 12) + (last ? 4 : 0);
+        nb::object bytes =
+            checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+        auto *out = reinterpret_cast<uint8_t *>(PyBytes_AS_STRING(bytes.ptr()));
+        Failure failure;
+        busy_ = true;
+        core_->call(
+            bytes_work(size),
+            [&](tl_kv_mgr *m, tl_kv_pool *p) { return part(m, p, out, size, count, last); },
+            failure);
+        busy_ = false;
+        if (failure.status != TL_OK) {
+            raise(failure);
+        }
+        first_ += count;
+        done_ = last;
+        return bytes;
     }
-    const size_t before = size - 4 - block_bytes - 12;
-    size_t at = 0, kept = 0;
-    uint32_t crc = 0;
-    for (tl_kv_piece &piece : pieces) {
-        const auto *bytes = static_cast<const uint8_t *>(piece.ptr);
-        const size_t end = at + piece.len, n = at < before ? std::min(piece.len, before - at) : 0;
-        crc = tl_crc32c(bytes, n, crc);
-        std::memcpy(last + (at + n - before), bytes + n, piece.len - n);
-        piece.len = n;
-        kept += n > 0;
-        at = end;
+
+  private:
+    tl_status part(tl_kv_mgr *m, tl_kv_pool *p, uint8_t *out, size_t size, uint32_t count,
+                   bool last) {
+        tl_kv_seq_info now;
+        tl_status st = tl_kv_seq_info_get(m, handle_, &now);
+        if (st == TL_OK && now.n_computed < n_computed_) {
+            st =
+                fail(TL_EINVAL, "export_iter: the sequence was cut from %zu to %zu computed tokens",
+                     n_computed_, now.n_computed);
+        }
+        const uint32_t before = first_ == 0 ? 0 : crc_;
+        size_t written;
+        if (st == TL_OK) {
+            st = tl_kv_export_part(p, tl_kv_seq_blocks(m, handle_), n_, first_, count, out, size,
+                                   &written, &crc_);
+        }
+        const uint32_t tail = static_cast<uint32_t>(n_computed_ % core_->block_tokens());
+        if (st == TL_OK && last && count > 0) {
+            uint8_t *record = out + size - 4 - core_->block_bytes() - 12;
+            if (must_cut(record, tail)) {
+                cut_block(record, core_->cfg(), core_->block_bytes(), tail);
+                put_le32(out + size - 4, tl_crc32c(out, size - 4, before));
+            }
+        }
+        return st;
     }
-    cut_block(last, cfg, block_bytes, tail);
-    put_le32(last + 12 + block_bytes, tl_crc32c(last, 12 + block_bytes, crc));
-    pieces.resize(kept);
-    pieces.push_back({last, 12 + block_bytes + 4});
-}
+
+    const CorePtr core_;
+    const tl_kv_seq handle_;
+    const size_t n_computed_;
+    const uint32_t n_, step_;
+    nb::ft_mutex mutex_;
+    uint32_t first_ = 0, crc_ = 0;
+    bool done_ = false, busy_ = false;
+};
 
 } // namespace
 
-nb::object Sequence::export_pieces() {
+nb::object Sequence::export_iter(nb::handle chunk_bytes) {
     const tl_kv_seq h = alive();
-    const size_t B = core_->block_tokens(), P = core_->block_bytes();
-    nb::object owner = memory_owner(core_->share());
-    nb::object scratch, last;
-    std::vector<tl_kv_piece> pieces;
-    size_t scratch_cap = 0, scratch_bytes = 0, n_pieces = 0;
-    for (;;) { // once to ask for the sizes; again if another thread changes the sequence in between
-        const size_t n_computed = info().n_computed, n = core_->blocks_for(n_computed);
-        const uint32_t tail = static_cast<uint32_t>(n_computed % B);
-        if (tail != 0 && !last.is_valid()) {
-            last = checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(12 + P + 4)));
-        }
-        char *out = scratch_cap == 0 ? nullptr : PyBytes_AS_STRING(scratch.ptr());
-        auto *cut =
-            tail == 0 ? nullptr : reinterpret_cast<uint8_t *>(PyBytes_AS_STRING(last.ptr()));
-        bool same = false;
-        const tl_status st = core_->run(
-            scratch_cap == 0 ? Work::constant : bytes_work(n * P),
-            [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
-                tl_kv_seq_info now;
-                tl_status s = tl_kv_seq_info_get(m, h, &now);
-                same = s == TL_OK && now.n_computed == n_computed;
-                if (!same) {
-                    return s;
-                }
-                const uint32_t *ids = tl_kv_seq_blocks(m, h);
-                s = tl_kv_export_pieces(p, ids, static_cast<uint32_t>(n), out, scratch_cap,
-                                        pieces.data(), pieces.size(), &scratch_bytes, &n_pieces);
-                uint8_t record[12] = {0};
-                if (s == TL_OK && tail != 0) {
-                    const uint64_t name = tl_kv_hash(p, ids[n - 1]);
-                    put_le32(record, static_cast<uint32_t>(name));
-                    put_le32(record + 4, static_cast<uint32_t>(name >> 32));
-                    put_le32(record + 8, tl_kv_fill(p, ids[n - 1]));
-                    if (must_cut(record, tail)) {
-                        cut_pieces(pieces, n_pieces, cut, core_->cfg(), P, tail);
-                        n_pieces = pieces.size();
-                    }
-                }
-                return s;
-            },
-            TL_EFULL);
-        if (same && st == TL_OK) {
-            break;
-        }
-        if (same) {
-            scratch_cap = scratch_bytes;
-            pieces.resize(n_pieces);
-            scratch =
-                checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(scratch_cap)));
-        }
-    }
-    nb::list views;
-    auto in = [](const nb::object &bytes, const char *at) {
-        return bytes.is_valid() && at >= PyBytes_AS_STRING(bytes.ptr()) &&
-               at < PyBytes_AS_STRING(bytes.ptr()) + PyBytes_GET_SIZE(bytes.ptr());
-    };
-    for (size_t i = 0; i < n_pieces; i++) {
-        const char *at = static_cast<const char *>(pieces[i].ptr);
-        const nb::object &base = in(scratch, at) ? scratch : in(last, at) ? last : owner;
-        views.append(view_of(base, at, pieces[i].len));
-    }
-    return views;
+    const size_t chunk = scalar_arg<uint64_t>(chunk_bytes, "chunk_bytes");
+    return nb::cast(new SequenceParts(core_, h, info().n_computed, chunk),
+                    nb::rv_policy::take_ownership);
 }
 
 nb::object Sequence::repr() {
@@ -536,6 +525,11 @@ void BlockManager::free(nb::handle seqs) {
 
 void bind_sequence(nb::module_ &m) {
     namespace d = manager_docs;
+    nb::class_<SequenceParts>(m, "_SequenceParts", d::seq_parts)
+        .def(
+            "__iter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __iter__(self) -> Iterator[bytes]"))
+        .def("__next__", &SequenceParts::next, nb::sig("def __next__(self) -> bytes"));
     nb::class_<Sequence> cls(m, "Sequence", nb::is_final(), nb::is_weak_referenceable(),
                              d::sequence);
     sequence_type = reinterpret_cast<PyTypeObject *>(cls.ptr());
@@ -556,8 +550,9 @@ void bind_sequence(nb::module_ &m) {
                      "pad: Int = -1) -> NDArray[numpy.int64]"),
              d::seq_slot_mapping)
         .def("export", &Sequence::export_, nb::sig("def export(self) -> bytes"), d::seq_export)
-        .def("export_pieces", &Sequence::export_pieces,
-             nb::sig("def export_pieces(self) -> list[memoryview]"), d::seq_export_pieces)
+        .def("export_iter", &Sequence::export_iter, "chunk_bytes"_a.none() = 1 << 20,
+             nb::sig("def export_iter(self, chunk_bytes: Int = 1048576) -> Iterator[bytes]"),
+             d::seq_export_iter)
         .def(
             "save",
             [](nb::handle self, nb::handle path) {

@@ -161,6 +161,19 @@ class ExportParts {
 
 // ---- pieces -------------------------------------------------------------------------------------
 
+// A read-only memoryview of n bytes that keeps `base` alive.
+nb::object view_of(nb::handle base, const void *data, size_t n) {
+    npy_intp dim = static_cast<npy_intp>(n);
+    nb::object array = checked(PyArray_NewFromDescr(
+        &PyArray_Type, PyArray_DescrFromType(NPY_UINT8), 1, &dim, nullptr, const_cast<void *>(data),
+        NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED, nullptr));
+    auto *a = reinterpret_cast<PyArrayObject *>(array.ptr());
+    if (PyArray_SetBaseObject(a, nb::borrow(base).release().ptr()) < 0) { // steals
+        throw nb::python_error();
+    }
+    return checked(PyMemoryView_FromObject(array.ptr()));
+}
+
 nb::list export_pieces(Pool &pool, nb::handle ids) {
     nb::object slab = pool.slab(); // first: the memory stays, whatever happens to the pool
     Envelope envelope(pool, ids);
@@ -194,18 +207,6 @@ nb::list export_pieces(Pool &pool, nb::handle ids) {
 }
 
 } // namespace
-
-nb::object view_of(nb::handle base, const void *data, size_t n) {
-    npy_intp dim = static_cast<npy_intp>(n);
-    nb::object array = checked(PyArray_NewFromDescr(
-        &PyArray_Type, PyArray_DescrFromType(NPY_UINT8), 1, &dim, nullptr, const_cast<void *>(data),
-        NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED, nullptr));
-    auto *a = reinterpret_cast<PyArrayObject *>(array.ptr());
-    if (PyArray_SetBaseObject(a, nb::borrow(base).release().ptr()) < 0) { // steals
-        throw nb::python_error();
-    }
-    return checked(PyMemoryView_FromObject(array.ptr()));
-}
 
 void bind_wire(nb::module_ &m) {
     namespace d = docs;

@@ -430,7 +430,8 @@ def test_a_sequence_cut_into_a_shared_block_is_saved_cut(
         for n in (7, 5, 4, 3, 1):
             with seq.fork() as cut:
                 cut.truncate(n)
-                assert b"".join(cut.export_pieces()) == cut.export()
+                for chunk in (1, 400, 1 << 20):
+                    assert b"".join(cut.export_iter(chunk)) == cut.export()
                 cut.save(path)
                 kv = pool.slab[seq.blocks]
             twin = kvpool.BlockManager(kvpool.Pool(4, **SHAPE))
@@ -443,17 +444,32 @@ def test_a_sequence_cut_into_a_shared_block_is_saved_cut(
                 assert not last[:, :, :, fill:].any()
 
 
-def test_pieces_of_a_sequence_keep_the_memory(manager: kvpool.BlockManager) -> None:
-    seq = manager.allocate(range(9))
+def test_parts_of_a_sequence_are_of_what_was_computed_then(manager: kvpool.BlockManager) -> None:
+    seq = manager.allocate(range(10))
+    seq.commit(9)
+    want, parts = seq.export(), seq.export_iter(1)
+    got = [next(parts)]
+    seq.append([1, 2, 3])
     seq.commit()
-    want, pieces = seq.export(), seq.export_pieces()
-    assert np.shares_memory(np.frombuffer(pieces[1], np.uint8), manager.pool.slab)
-    seq.free()
-    manager.pool.close()
-    del manager
-    assert b"".join(pieces) == want
+    with seq.fork():
+        seq.append(4)  # the last block is replaced by a copy
+        got += parts
+    assert b"".join(got) == want
+    assert len(got) == 3
+    for change, text in [
+        (lambda: seq.truncate(8), "cut from 13 to 8 computed tokens"),
+        (seq.free, "not a live|freed|no sequence"),
+    ]:
+        parts = seq.export_iter(1)
+        next(parts)
+        change()
+        with pytest.raises(kvpool.InvalidArgument, match=text):
+            next(parts)
+        if not seq.is_freed:
+            seq.append(range(5))
+            seq.commit()
     with pytest.raises(kvpool.InvalidArgument, match="freed"):
-        seq.export_pieces()
+        seq.export_iter()
 
 
 def test_nothing_computed_is_nothing_to_save(tmp_path: Path, manager: kvpool.BlockManager) -> None:

@@ -2,7 +2,7 @@
 
     a buffer      Envelope               validated whole, then views without a copy
     a stream      StreamReader, -Writer  one block in memory at a time
-    a file        EnvelopeFile           checked and read in bounded memory; write_file is atomic
+    a file        EnvelopeFile           checked and read in bounded memory; new_file is atomic
     a session     save, load             a sequence to a file and back, sealed to its tokens
 
 Validation is one piece of code, the C library's: ``EnvelopeHeader``. Errors are ``CorruptEnvelope``
@@ -28,7 +28,7 @@ from __future__ import annotations
 from kvpool._core import EnvelopeHeader, crc32c_combine
 
 from .envelope import Block, Envelope
-from .files import EnvelopeFile, write_file
+from .files import EnvelopeFile, new_file, write_file
 from .seal import Seal, token_digests
 from .session import load, save
 from .stream import StreamReader, StreamWriter, import_stream
@@ -44,6 +44,7 @@ __all__ = [
     "crc32c_combine",
     "import_stream",
     "load",
+    "new_file",
     "save",
     "token_digests",
     "write_file",

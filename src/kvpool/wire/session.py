@@ -7,6 +7,7 @@ load   the whole file is checked     allocate: what is findable is taken, the re
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,9 @@ from kvpool import (
 )
 from kvpool._core import EnvelopeHeader
 
-from .envelope import HEADER_BYTES, TRAILER_BYTES
-from .files import EnvelopeFile, write_file
-from .seal import Seal, token_digests
+from .envelope import TRAILER_BYTES
+from .files import EnvelopeFile, new_file, writev_all
+from .seal import SEAL_BYTES, Seal, token_digests
 from .stream import StreamReader
 
 if TYPE_CHECKING:
@@ -47,16 +48,20 @@ def save(seq: Sequence, path: Path) -> None:
     n_computed = -1
     while seq.n_computed != n_computed:  # another thread may commit in between
         n_computed = seq.n_computed
-        pieces = seq.export_pieces()
-        tokens = seq.tokens[:n_computed]
+        parts = seq.export_iter()
     if n_computed == 0:
         raise InvalidArgument("save: nothing of the sequence is computed; commit first")
-    size = sum(map(len, pieces))
-    header = EnvelopeHeader(b"".join(pieces[:1])[:HEADER_BYTES], size)
-    digest = token_digests(tokens, header.block_tokens, seq.namespace)[-1]
-    crc = int.from_bytes(pieces[-1][-TRAILER_BYTES:], "little")
-    seal = Seal(seq.namespace, 0, n_computed, digest, size, crc)
-    write_file(path, [seal.pack(), *pieces])
+    with new_file(path) as fd:
+        os.lseek(fd, SEAL_BYTES, os.SEEK_SET)  # the seal has the checksum, which comes last
+        part = next(parts)
+        header = EnvelopeHeader(part)
+        writev_all(fd, [part])
+        for part in parts:
+            writev_all(fd, [part])
+        crc = int.from_bytes(part[-TRAILER_BYTES:], "little")
+        digest = token_digests(seq.tokens[:n_computed], header.block_tokens, seq.namespace)[-1]
+        seal = Seal(seq.namespace, 0, n_computed, digest, header.size_bytes, crc)
+        os.pwrite(fd, seal.pack(), 0)
 
 
 def load(manager: BlockManager, path: Path, tokens: Any, *, namespace: Any = 0) -> Sequence:
