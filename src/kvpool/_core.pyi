@@ -632,7 +632,7 @@ class EnvelopeHeader:
         All reader rules in their order; the header of bytes that keep to them.
 
         ``shape`` is what the dimensions are held to: a Pool, or ``(block_tokens, n_layers, n_kv_heads,
-        head_dim)``; None holds them to nothing. Nothing is imported and nothing allocated. The GIL is
+        head_dim)``; None: any, but not 0. Nothing is imported and nothing allocated. The GIL is
         released for large buffers.
 
         Raises:
@@ -730,6 +730,13 @@ def crc32c_combine(crc_a: Int, crc_b: Int, n_bytes_b: Int) -> int:
     ...     kvpool.crc32c(data[:4]), kvpool.crc32c(data[4:]), 5)
     True
     """
+
+class _SequenceParts:
+    """The iterator of Sequence.export_iter."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def __next__(self) -> bytes: ...
 
 class Sequence:
     """
@@ -926,16 +933,17 @@ class Sequence:
         >>> seq.free()
         """
 
-    def export_pieces(self) -> list[memoryview]:
+    def export_iter(self, chunk_bytes: Int = 1048576) -> Iterator[bytes]:
         """
-        The envelope of ``export`` as read-only pieces, most of them views of the slab.
+        The envelope of ``export`` as an iterator over parts of about ``chunk_bytes`` each.
 
-        As ``Pool.export_pieces``, for ``os.writev``, ``socket.sendmsg`` and their like. Right for as long as
-        the sequence is neither freed nor cut and its blocks stay unwritten; appending is fine.
+        As ``Pool.export_iter``: a part is bytes and has at least one block, and one exists at a time. The
+        pool's lock is held for a part, not for the whole. What is computed when it is called is in it,
+        tokens that are appended or committed meanwhile are not. Until it is done the sequence must neither
+        be freed nor cut.
 
         Raises:
-            InvalidArgument: the sequence is freed.
-            MemoryError: no memory for what is not in the slab.
+            InvalidArgument: the sequence is freed, or it was cut meanwhile; here or when a part is made.
 
         Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
 
@@ -943,8 +951,9 @@ class Sequence:
         >>> mgr = kvpool.BlockManager(pool)
         >>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
         ...     seq.commit()
-        ...     [len(piece) for piece in seq.export_pieces()], b"".join(seq.export_pieces()) == seq.export()
-        ([40, 128, 144], True)
+        ...     parts = list(seq.export_iter(chunk_bytes=150))
+        ...     [len(part) for part in parts], b"".join(parts) == seq.export()
+        ([168, 144], True)
         """
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -952,10 +961,10 @@ class Sequence:
         Writes the computed tokens' K and V to a file, for ``BlockManager.load``.
 
         A sealed envelope (formats/kv-seal.md): the tokens' digest, their number and the namespace, then the
-        envelope of ``export``, written from the slab. The file appears whole or not at all: it is written
+        envelope of ``export``, a megabyte at a time. The file appears whole or not at all: it is written
         under no name, or a temporary one beside ``path``, synced, and then takes the place of what was at
         ``path``, which the folder's sync makes last. A writer that is killed leaves what was there before.
-        The sequence must not be freed or cut meanwhile.
+        Other threads may go on with the sequence, but not free or cut it.
 
         Raises:
             StorageError: the file cannot be written: no folder, no permission, no space.

@@ -73,8 +73,8 @@ def load(manager: BlockManager, path: Path, tokens: Any, *, namespace: Any = 0) 
     Traceback (most recent call last):
     kvpool.errors.StorageError: nowhere: No such file or directory
     """
-    pool = manager.pool
     manager.can_allocate(tokens, namespace=namespace)  # refuses what is no token, no namespace
+    pool = manager.pool
     names = block_hashes(tokens, pool.block_tokens, namespace)
     row = np.array(tokens, np.uint32)
     with EnvelopeFile(path) as file:
