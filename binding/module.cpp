@@ -10,6 +10,7 @@
 #include "errors.hpp"
 #include "manager.hpp"
 #include "pool.hpp"
+#include "replay.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -93,6 +94,7 @@ NB_MODULE(_core, m) {
     bind_sequence(m);
     bind_manager(m);
     bind_attention(m);
+    bind_replay(m);
 
     m.def("block_hash", &block_hash, "parent"_a.none(), "tokens"_a.none(),
           nb::sig("def block_hash(parent: Int, tokens: Array) -> int"), docs::block_hash);

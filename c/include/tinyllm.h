@@ -9,6 +9,7 @@
  *   threads.h      a pool of threads for the kernels
  *   attention.h    attention over the blocks of a pool, decode and prefill
  *   kv_pool_ext.h  what this implementation offers beyond it: options, batches, checks
+ *   replay.h       what a stream of prompts would have hit, in pools of any size and order
  */
 #ifndef TINYLLM_H
 #define TINYLLM_H
@@ -20,6 +21,7 @@
 #include "tinyllm/kv_pool_ext.h"
 #include "tinyllm/kv_seq.h"
 #include "tinyllm/numerics.h"
+#include "tinyllm/replay.h"
 #include "tinyllm/threads.h"
 
 #endif /* TINYLLM_H */

@@ -1,0 +1,119 @@
+"""Tables and bars for the commands: rich on a terminal that has it, plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["parse_size", "print_table", "progress", "size_text"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Bytes: 80GiB, 24 GB, 1.5TiB, 4096.
+
+    >>> parse_size("1.5GiB"), parse_size("2GB"), parse_size("12")
+    (1610612736, 2000000000, 12)
+    """
+    number = text.strip().rstrip("BbIiKkMmGgTt ")
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        size = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is no size such as 80GiB") from None
+    if not 0 < size < 2**60:
+        raise ValueError(f"{text!r} is not above 0")
+    return int(size)
+
+
+def size_text(n_bytes: float) -> str:
+    """GiB and so on.
+
+    >>> size_text(131072), size_text(5 * 2**30)
+    ('128 KiB', '5 GiB')
+    """
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.4g} {unit}"
+    return f"{n_bytes:.4g} B"
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table; the first column is text, the others are numbers."""
+    if sys.stdout.isatty():
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            table = Table(
+                box=SIMPLE_HEAD, show_edge=False, pad_edge=False, title=Text(title),
+                title_justify="left", title_style="bold",
+            )  # fmt: skip
+            for i, name in enumerate(head):
+                table.add_column(Text(name), justify="right" if i else "left")
+            for row in rows:
+                table.add_row(*(Text(cell) for cell in row))
+            console = Console(highlight=False)
+            console.print(table)
+            console.print()
+            return
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(title)
+    for line in lines:
+        cells = [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  " + "  ".join(cells).rstrip())
+    print()
+
+
+Advance = Callable[[float, str], None]
+
+
+@contextmanager
+def progress(what: str, total: float | None) -> Iterator[Advance]:
+    """Gives a callable (done, text): a bar with rate and time left on stderr, if that is a terminal.
+
+    ``done`` is in the unit of ``total``; nothing is shown in a pipe, or without rich.
+    """
+    console: Any = None
+    if sys.stderr is not None and sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            console = Console(stderr=True)
+        except ImportError:
+            console = None
+    if console is None:
+        yield lambda done, text: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%" if total else ""),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total, text="")
+        last = 0.0
+
+        def advance(done: float, text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last > 0.05:
+                last = time.monotonic()
+                bar.update(task, completed=done, text=text)
+
+        yield advance
