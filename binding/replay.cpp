@@ -85,7 +85,7 @@ Raises:
 >>> none = 2**32 - 1
 >>> policy_hits(0, [0, 1, 2, 0, 1], [0, 2, 3, 5], [none, 0, none], 2), \
 ...     policy_hits(6, [0, 1, 2, 0, 1], [0, 2, 3, 5], [none, 0, none], 2)
-(0, 2)
+(1, 2)
 )";
 
 } // namespace docs

@@ -20,6 +20,7 @@ C_MAY_USE = {
     "ds": ["ds/", "tinyllm/ds.h"],
     "runtime": ["runtime/", "ds/", "numerics/", "tinyllm/"],
     "kernels": ["kernels/", "numerics/", "tinyllm/"],  # the pool through its public functions
+    "replay": ["tinyllm/replay.h", "tinyllm/ds.h"],
 }
 # The manager works on any pool: nothing of ours but what kv_pool.h declares.
 MANAGER = {"kv_mgr.c", "kv_mgr.h", "kv_seq.c", "kv_seq_view.c", "proof.c", "proof.h"}
@@ -31,8 +32,9 @@ PY_MAY_USE = {
     "engine": {"", "engine"},
     "events": {"", "events"},
     "wire": {"", "wire"},
+    "replay": {"", "replay"},
     "workbench": {"", "workbench"},
-    "cli": {"", "engine", "wire", "workbench", "cli"},
+    "cli": {"", "engine", "replay", "wire", "workbench", "cli"},
 }
 # Heavy or optional packages are imported only inside the part that needs them.
 HEAVY = {

@@ -1678,6 +1678,81 @@ def paged_prefill(q: NDArray[numpy.float32], pool: Pool, layer: Int, block_table
     >>> q = np.ones((3, 1, 2), dtype=np.float32)
     >>> kvpool.attention.paged_prefill(q, pool, 0, table, 3)[:, 0, 0]
     array([1. , 1.5, 3. ], dtype=float32)
+class ReuseStack:
+    """
+    Blocks by how recently they were used, for streams of any length.
+
+    The depth of a block is the size of the smallest least-recently-used pool that would still hold it, so
+    one pass over a trace gives the hits of every pool size (Mattson et al., Evaluation techniques for
+    storage hierarchies, 1970). O(log n) a block.
+
+    Args:
+        max_blocks: remember so many of the most recently used at least; what lies deeper may be
+            forgotten, so memory stays bounded (about 150 bytes each at most).
+
+    Raises:
+        InvalidArgument: ``max_blocks`` is 0 or above 2**31.
+        MemoryError: no memory.
+
+    >>> from kvpool.replay import ReuseStack
+    >>> stack = ReuseStack(1000)
+    >>> stack.use([7, 8, 9], 0.0)[0]                 # nothing was used before
+    array([0, 0, 0], dtype=uint64)
+    >>> stack.use([5], 1.0)[0], stack.use([7, 8], 2.5)
+    (array([0], dtype=uint64), (array([2, 3], dtype=uint64), array([0., 0.])))
+    >>> len(stack)
+    4
+    """
+
+    def __init__(self, max_blocks: Int) -> None: ...
+
+    def use(self, keys: Array, now: float) -> tuple[NDArray[numpy.uint64], NDArray[numpy.float64]]:
+        """
+        One request: the depth of each block before it, and when it was last used.
+
+        ``keys`` names the request's blocks from the first one on, uint64, each together with everything before
+        it. Returns ``(depths, stamps)``: uint64 ``(n,)`` with 0 for a block that is not remembered, and
+        float64 ``(n,)`` with NaN for it. Then all of them are used at the time ``now``, the last one first.
+
+        Raises:
+            InvalidArgument: a key is out of range.
+            MemoryError: no memory; nothing has changed.
+        """
+
+    def read(self, depth: Int, n: Int) -> tuple[NDArray[numpy.uint64], NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """
+        The blocks at depths ``depth`` to ``depth + n - 1``; the newest is 1.
+
+        Returns ``(keys, firsts, lasts)``: uint64, and float64 with when each was first used since it is
+        remembered, and last. Shorter than ``n`` at the end of the stack.
+        """
+
+    def __len__(self) -> int: ...
+
+def policy_hits(policy: Int, blocks: Array, starts: Array, parents: Array, capacity: Int, first_counted: Int = 0, match_last: bool = True) -> int:
+    """
+    How many blocks of a trace a cache of one size hits under one order of eviction.
+
+    Args:
+        policy: 0 LRU (the pool's), 1 FIFO, 2 LFU, 3 position, 4 S3-FIFO, 5 W-TinyLFU, 6 optimal.
+        blocks: uint32, the requests' blocks one after the other, numbered from 0.
+        starts: uint64 ``(n_requests + 1,)``: where each request begins.
+        parents: uint32 ``(n_blocks,)``: the block before each, or 2**32 - 1 where it begins a prompt.
+        capacity: blocks of the cache.
+        first_counted: the first request whose hits count; the ones before it warm the cache up.
+        match_last: count the last block of a request, too.
+
+    The GIL is released.
+
+    Raises:
+        InvalidArgument: the arrays do not describe a trace.
+        MemoryError: no memory.
+
+    >>> from kvpool.replay import policy_hits
+    >>> none = 2**32 - 1
+    >>> policy_hits(0, [0, 1, 2, 0, 1], [0, 2, 3, 5], [none, 0, none], 2), \\
+    ...     policy_hits(6, [0, 1, 2, 0, 1], [0, 2, 3, 5], [none, 0, none], 2)
+    (0, 2)
     """
 
 def block_hash(parent: Int, tokens: Array) -> int:

@@ -33,8 +33,8 @@ typedef struct tl_stack tl_stack;
 
 /*
  * An empty stack that remembers the max_keys most recently used keys at least; what lies deeper may
- * be forgotten. Memory grows with what is remembered, to about 150 bytes a key at most. TL_EINVAL: out NULL,
- * max_keys 0 or above 2^31; TL_ENOMEM. *out is NULL on failure.
+ * be forgotten. Memory grows with what is remembered, to about 150 bytes a key at most. TL_EINVAL:
+ * out NULL, max_keys 0 or above 2^31; TL_ENOMEM. *out is NULL on failure.
  */
 TL_API tl_status tl_stack_create(size_t max_keys, tl_stack **out);
 

@@ -35,13 +35,13 @@ typedef struct {
     uint32_t capacity, len;
     uint64_t clock, request;
     /* for each block */
-    uint8_t *where;    /* 0: not there; else the list it is in, or 1 */
-    uint8_t *count;    /* uses, saturating; TINYLFU and S3FIFO */
-    uint32_t *mark;    /* the request that uses it, + 1: not to be evicted by it */
+    uint8_t *where;        /* 0: not there; else the list it is in, or 1 */
+    uint8_t *count;        /* uses, saturating; TINYLFU and S3FIFO */
+    uint32_t *mark;        /* the request that uses it, + 1: not to be evicted by it */
     uint32_t *next, *prev; /* lists: towards the oldest, towards the newest */
     uint32_t *children, *version, *uses;
     uint64_t *key;
-    uint64_t *ghost;   /* S3FIFO: when it left for the ghost queue, + 1 */
+    uint64_t *ghost;    /* S3FIFO: when it left for the ghost queue, + 1 */
     uint32_t *next_use; /* OPTIMAL: for each use, the request that uses the block next */
     entry *heap;
     size_t heap_len, heap_cap;
@@ -135,7 +135,7 @@ static uint64_t key_of(sim *s, uint32_t node, uint64_t use, uint64_t first_use) 
         class = s->uses[node] < 1 << 20 ? s->uses[node] : 1 << 20;
         break;
     case TL_POLICY_POSITION:
-        for (class = 32; (use - first_use + 1) >> (33 - class) != 0; class--) {
+        for (class = 32; (use - first_use + 1) >> (33 - class) != 0; class --) {
         }
         break;
     default:
@@ -397,8 +397,9 @@ static tl_status check_trace(const tl_trace *t) {
         for (uint64_t i = t->starts[r]; i < t->starts[r + 1]; i++) {
             const uint32_t node = t->blocks[i];
             if (node >= t->n_blocks || t->parents[node] != parent) {
-                return tl_fail(TL_EINVAL, "tl_policy_hits: trace: blocks[%llu] is %lu, of %lu, "
-                                          "and must follow its parent",
+                return tl_fail(TL_EINVAL,
+                               "tl_policy_hits: trace: blocks[%llu] is %lu, of %lu, "
+                               "and must follow its parent",
                                (unsigned long long)i, (unsigned long)node,
                                (unsigned long)t->n_blocks);
             }
@@ -446,8 +447,7 @@ static int make(sim *s) {
             s->lists[i] = (list){NONE, NONE, 0};
         }
         return ok && new_array(&s->count, n, 1) && new_array(&s->next, n, sizeof *s->next) &&
-               new_array(&s->prev, n, sizeof *s->prev) &&
-               new_array(&s->ghost, n, sizeof *s->ghost);
+               new_array(&s->prev, n, sizeof *s->prev) && new_array(&s->ghost, n, sizeof *s->ghost);
     default:
         s->heap_cap = 1024;
         ok = ok && new_array(&s->children, n, sizeof *s->children) &&
@@ -505,8 +505,8 @@ tl_status tl_policy_hits(tl_policy policy, const tl_trace *trace, uint32_t capac
             st = serve_heap(&s, first, n, n_hits);
         }
     }
-    void *const arrays[] = {s.where,   s.count, s.mark, s.next,  s.prev,     s.children,
-                            s.version, s.uses,  s.key,  s.ghost, s.next_use, s.heap,  s.queue};
+    void *const arrays[] = {s.where, s.count, s.mark,  s.next,     s.prev, s.children, s.version,
+                            s.uses,  s.key,   s.ghost, s.next_use, s.heap, s.queue};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         tl_free(arrays[i]);
     }

@@ -29,8 +29,8 @@ enum { CHUNK = 512, WORDS = CHUNK / 64, FIRST_SLOTS = 16 * CHUNK };
 
 /* While a call runs: a new key, in the map and without a slot yet; and its second place in the same
  * request, which does not count. */
-#define PENDING UINT64_MAX
-#define AGAIN   (UINT64_MAX - 1)
+#define PENDING      UINT64_MAX
+#define AGAIN        (UINT64_MAX - 1)
 #define HAD_SLOT(at) ((at) < AGAIN)
 
 typedef struct {
@@ -239,8 +239,8 @@ static tl_status reserve_scratch(tl_stack *s, size_t n) {
     return TL_OK;
 }
 
-/* Every key gets an entry, PENDING for a new one, so that nothing can fail later; at[i] is its slot,
- * PENDING or AGAIN. */
+/* Every key gets an entry, PENDING for a new one, so that nothing can fail later; at[i] is its
+ * slot, PENDING or AGAIN. */
 static tl_status enter(tl_stack *s, const uint64_t *keys, size_t n, uint64_t *at) {
     for (size_t i = 0; i < n; i++) {
         if (tl_map_get(s->map, keys[i], &at[i])) {

@@ -65,9 +65,7 @@ def add_trace_options(parser: Any) -> None:
         "--block-tokens", type=at_least(1, 2**20), metavar="N",
         help="tokens of a block (default: the format's)",
     )  # fmt: skip
-    group.add_argument(
-        "--skip-bad", action="store_true", help="leave bad lines out and count them"
-    )
+    group.add_argument("--skip-bad", action="store_true", help="leave bad lines out and count them")
     group.add_argument(
         "--synthetic-prefix", type=at_least(1, 2**24), default=0, metavar="TOKENS",
         help="for traces without hashes: all prompts begin with the same TOKENS tokens",

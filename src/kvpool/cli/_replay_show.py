@@ -18,7 +18,8 @@ def show(study: Study) -> None:
     """Sums, the replays, the hit curve, the policies, the distributions."""
     reuse = study.reuse
     print(
-        f"{study.name}: {reuse.requests:,} requests, {study.primary.prompt_tokens:,} prompt tokens, "
+        f"{study.name}: {reuse.requests:,} requests, "
+        f"{study.primary.prompt_tokens:,} prompt tokens, "
         f"{reuse.blocks:,} blocks of {study.block_tokens}"
         + (f", {duration(study.duration_s)}" if study.duration_s else "")
     )

@@ -83,7 +83,7 @@ Advance = Callable[[float, str], None]
 
 @contextmanager
 def progress(what: str, total: float | None) -> Iterator[Advance]:
-    """Gives a callable (done, text): a bar with rate and time left on stderr, if that is a terminal.
+    """Gives a callable (done, text): a bar on stderr, with rate and time left, on a terminal.
 
     ``done`` is in the unit of ``total``; nothing is shown in a pipe, or without rich.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool import InvalidArgument, KvPoolError
 
 from ._replay_options import add_trace_options, at_least, positive, size, sizes, trace_stream
-from ._tables import print_table, progress, size_text
+from ._tables import progress, size_text
 
 if TYPE_CHECKING:
     from kvpool.replay.study import Study
@@ -50,15 +50,11 @@ def add_command(commands: Any) -> None:
         "--in-flight", type=at_least(1), metavar="N",
         help="N requests at a time, first in first out (default: 64)",
     )  # fmt: skip
-    clock.add_argument(
-        "--real-time", action="store_true", help="requests come when the trace says"
-    )
+    clock.add_argument("--real-time", action="store_true", help="requests come when the trace says")
     clock.add_argument(
         "--prefill-rate", type=positive, metavar="R", help="prompt tokens/s of the engine"
     )
-    clock.add_argument(
-        "--decode-rate", type=positive, metavar="R", help="tokens/s of each answer"
-    )
+    clock.add_argument("--decode-rate", type=positive, metavar="R", help="tokens/s of each answer")
     clock.add_argument(
         "--max-running", type=at_least(1), default=256, metavar="N", help="(default 256)"
     )
@@ -213,7 +209,11 @@ def _study(args: argparse.Namespace) -> Study:
         raise KvPoolError(f"{name}: no requests in it")
     _notes(study, args)
     names = _policy_names(args)
-    if names and not study.interrupted and (args.policies != "auto" or reuse.blocks <= AUTO_POLICIES):
+    if (
+        names
+        and not study.interrupted
+        and (args.policies != "auto" or reuse.blocks <= AUTO_POLICIES)
+    ):
         with progress("other policies", float(12 * len(names))) as bar:
             done = iter(range(1, 12 * len(names) + 1))
             study.simulate(names, 12, lambda: bar(float(next(done, 0)), ""))
@@ -249,8 +249,8 @@ def _notes(study: Study, args: argparse.Namespace) -> None:
         )
     if study.reuse.distinct > study.reuse.max_blocks:
         study.notes.append(
-            f"Reuse from deeper than {study.reuse.max_blocks:,} blocks is not counted; --max-blocks "
-            "raises that."
+            f"Reuse from deeper than {study.reuse.max_blocks:,} blocks is not counted; "
+            "--max-blocks raises that."
         )
 
 

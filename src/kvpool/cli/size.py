@@ -123,8 +123,8 @@ def _read_trace(args: argparse.Namespace) -> tuple[Reuse, int, bool]:
     with trace_stream(args) as trace:
         if not trace.has_hashes:
             raise InvalidArgument(
-                f"{trace.paths[0]}: the format {trace.format} has no hashes, so it cannot tell what "
-                "would be hit (--synthetic-prefix TOKENS assumes something)"
+                f"{trace.paths[0]}: the format {trace.format} has no hashes, so it cannot "
+                "tell what would be hit (--synthetic-prefix TOKENS assumes something)"
             )
         with progress("reading the trace", trace.size) as bar:
             try:
@@ -191,9 +191,7 @@ def _show(document: dict[str, Any]) -> None:
             f"{document['window']:,} tokens only; a pool whose blocks hold all layers keeps "
             "everything, one with a pool for each kind of layer does not"
         )
-    print(
-        f"a block of {document['block_tokens']} tokens: {size_text(document['bytes_per_block'])}"
-    )
+    print(f"a block of {document['block_tokens']} tokens: {size_text(document['bytes_per_block'])}")
     if "pool_bytes" in document:
         print(
             f"{size_text(document['pool_bytes'])} for the cache: {document['blocks']:,} blocks, "
@@ -222,7 +220,9 @@ def _show(document: dict[str, Any]) -> None:
 def _show_trace(trace: dict[str, Any]) -> None:
     rows = []
     for row in trace["rows"]:
-        rate = f"{100 * row['block_hit_rate']:.2f}%" if row["holds_longest_request"] else "too small"
+        rate = (
+            f"{100 * row['block_hit_rate']:.2f}%" if row["holds_longest_request"] else "too small"
+        )
         cells = [f"{row['gib']:g}", f"{row['blocks']:,}", rate, f"{row['points_per_gib']:.3f}"]
         rows.append(cells)
     title = (

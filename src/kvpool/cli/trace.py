@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     file = sys.stderr if args.out == "-" else sys.stdout
     if file is None:
         return 0
-    about = WORKLOADS[args.workload].about if args.workload in WORKLOADS else "all workloads at once"
+    about = (
+        WORKLOADS[args.workload].about if args.workload in WORKLOADS else "all workloads at once"
+    )
     table = np.array(lengths)
     turns = np.array(list(sessions.values()))
     before, sys.stdout = sys.stdout, file
@@ -87,7 +89,11 @@ def run(args: argparse.Namespace) -> int:
             f"{again:,} of them ({again / max(blocks, 1):.1%}) seen before\n"
         )
         rows = [
-            [name, *(f"{np.quantile(x, q):,.0f}" for q in (0.1, 0.5, 0.9, 0.99)), f"{x.mean():,.1f}"]
+            [
+                name,
+                *(f"{np.quantile(x, q):,.0f}" for q in (0.1, 0.5, 0.9, 0.99)),
+                f"{x.mean():,.1f}",
+            ]
             for name, x in (
                 ("prompt tokens", table[:, 0]),
                 ("answer tokens", table[:, 1]),

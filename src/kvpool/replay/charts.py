@@ -57,6 +57,8 @@ def duration(seconds: float) -> str:
     >>> duration(0.02), duration(90), duration(7200)
     ('20 ms', '1.5 min', '2 h')
     """
+    if seconds == 0:
+        return "0 s"
     for scale, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -92,8 +94,8 @@ class Axis:
     def ticks(self, n: int) -> list[float]:
         """About n round values."""
         if self._ticks is not None:
-            step = max(1, math.ceil(len(self._ticks) / max(n, 1)))
-            return list(self._ticks)[::step]
+            skip = max(1, math.ceil(len(self._ticks) / max(n, 1)))
+            return list(self._ticks)[::skip]
         if not self.log:
             raw = (self.high - self.low) / max(n, 1)
             unit = 10.0 ** math.floor(math.log10(raw))
@@ -191,9 +193,7 @@ class Chart:
 
         self._shapes.append(draw)
 
-    def bars(
-        self, bars: Sequence[tuple[float, float, float]], color: str, text: str = ""
-    ) -> None:
+    def bars(self, bars: Sequence[tuple[float, float, float]], color: str, text: str = "") -> None:
         """(from, to, height) each."""
         if text:
             self._legend.append(("box", color, text))

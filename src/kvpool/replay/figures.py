@@ -19,7 +19,7 @@ POLICY_COLORS = {
     "position": "teal",
     "fifo": "muted",
 }
-_TIMES = (0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 6 * 3600, 86400, 7 * 86400)
+_TIMES = (0.001, 0.01, 0.1, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 6 * 3600, 86400, 7 * 86400)
 
 
 def figures(study: Study) -> list[tuple[Chart, str]]:
@@ -116,13 +116,9 @@ def _policies(study: Study) -> Chart:
     )
     for name, color in POLICY_COLORS.items():
         if name in study.policy_hits:
-            points = [
-                (s, h / total) for s, h in zip(sizes, study.policy_hits[name], strict=True)
-            ]
+            points = [(s, h / total) for s, h in zip(sizes, study.policy_hits[name], strict=True)]
             own = name == "lru"
-            chart.line(
-                points, color, name, width=3 if own else 1.8, dashed=name == "optimal"
-            )
+            chart.line(points, color, name, width=3 if own else 1.8, dashed=name == "optimal")
     return chart
 
 
@@ -133,7 +129,7 @@ def _about_policies(study: Study) -> str:
         if name in ("lru", "optimal"):
             continue
         best = max(
-            ((h - l, i) for i, (h, l) in enumerate(zip(hits, lru, strict=False))),
+            ((n - own, i) for i, (n, own) in enumerate(zip(hits, lru, strict=False))),
             default=(0, 0),
         )
         if best[0] > 0:
@@ -151,7 +147,7 @@ def _about_policies(study: Study) -> str:
 
 def _occupancy(study: Study) -> Chart:
     result = study.primary
-    points = list(result.occupancy.points())
+    points = list(result.occupancy.points(180))
     real = result.clock == "real time"
     end = max(points[-1][0] if points else 1, 1e-9)
     begin = points[0][0] if points else 0
@@ -167,8 +163,8 @@ def _occupancy(study: Study) -> Chart:
     show_limit = peak > 0.5 * result.n_blocks
     high = result.n_blocks * 1.1 if show_limit else peak * 1.15
     chart = Chart(f"Blocks in use, of {count(result.n_blocks)}", x, Axis(0, high), "occupancy")
-    chart.line([(at / scale, top) for at, _, top in points], "amber", "peak", width=1)
-    chart.line([(at / scale, mean) for at, mean, _ in points], "blue", "mean", area=True, width=1.6)
+    chart.line([(at / scale, top) for at, _, top in points], "amber", "peak", width=1.2)
+    chart.line([(at / scale, mean) for at, mean, _ in points], "blue", "mean", area=True, width=2)
     if show_limit:
         chart.level(result.n_blocks, "muted", "the whole pool")
     return chart
@@ -194,7 +190,8 @@ def _distances(study: Study) -> Chart:
         edges.append(edges[-1] * 2)
     total = max(reuse.seen_before, 1)
     inside, outside = [], []
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a in edges[:-1]:
+        b = 2 * a
         low, mid, high = (
             int(reuse.hits(n)) for n in (a - 1 if a > 1 else 0, min(max(size, a - 1), b - 1), b - 1)
         )
@@ -220,14 +217,23 @@ def _about_distances(study: Study) -> str:
 
 def _ages(age: LogHistogram) -> Chart:
     total = max(age.total, 1)
-    bars = [
-        (max(begin, age.smallest / 2), end, n / total) for begin, end, n in age.bars() if n or begin
-    ]
+    bars = [(begin, end, n / total) for begin, end, n in age.bars() if begin > 0]
     low, high = bars[0][0], bars[-1][1]
     ticks = [t for t in _TIMES if low <= t <= high]
-    x = Axis(low, high, log=True, label="time since the last use", text=duration, ticks=ticks)
-    top = _round_up(max(h for *_, h in bars) * 1.1)
-    chart = Chart("Age of what was hit", x, Axis(0, top, text=percent), "ages")
+    shares = [h for *_, h in bars]
+    if age.zeros:  # requests with the same time: a bar of its own, before the axis begins
+        bars.append((low / 4, low / 2, age.zeros / total))
+        shares.append(bars[-1][2])
+        ticks.insert(0, low / 8**0.5)
+        low /= 4
+
+    def text(seconds: float) -> str:
+        return "0" if age.zeros and seconds < low * 2 else duration(seconds)
+
+    x = Axis(low, high, log=True, label="time since the last use", text=text, ticks=ticks)
+    chart = Chart(
+        "Age of what was hit", x, Axis(0, _round_up(max(shares) * 1.1), text=percent), "ages"
+    )
     chart.bars(bars, "teal", "share of hits")
     return chart
 
@@ -246,9 +252,11 @@ def _about_ages(study: Study) -> str:
 
 
 def _waiting(study: Study) -> Chart:
-    points = list(study.primary.waiting.points())
+    points = list(study.primary.waiting.points(180))
     end = max(points[-1][0], 1e-9)
-    scale, unit = (3600, "hours") if end > 7200 else (60, "minutes") if end > 120 else (1, "seconds")
+    scale, unit = (
+        (3600, "hours") if end > 7200 else (60, "minutes") if end > 120 else (1, "seconds")
+    )
     x = Axis(0, end / scale, label=f"{unit} since the first request")
     chart = Chart("Requests waiting", x, Axis(0, study.primary.waiting.peak * 1.1), "waiting")
     chart.line([(at / scale, peak) for at, _, peak in points], "pink", "peak", area=True, width=1.4)

@@ -173,7 +173,7 @@ class RealTime:
         self._at(max(when, self._now), run)
 
     def _blocks_of(self, request: Request, n_tokens: int) -> int:
-        """Growths that so many tokens of an answer take, the filling of a partial block included."""
+        """Growths that so many tokens of an answer take, filling a partial block included."""
         size = self.result.block_tokens
         room = -request.input_length % size
         if n_tokens == 0:

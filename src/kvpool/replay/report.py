@@ -8,7 +8,8 @@ from html import escape
 
 from kvpool import __version__
 
-from .charts import COLORS, TEXT_CSS, count, duration, percent
+from ._page import CSS, READOUT, SCRIPT
+from .charts import count, duration, percent
 from .figures import figures, size_text
 from .study import Study
 
@@ -21,9 +22,10 @@ def render(study: Study) -> str:
     """The page. It loads nothing from anywhere, and works without its script, which only reads the
     hit curve out where one points at it."""
     sections = "".join(
-        f"<section class='card' id='{chart.name}' data-x='{chart.x.low},{chart.x.high}'><h2>{escape(chart.title)}</h2>"
+        f"<section class='card' id='{chart.name}' data-x='{chart.x.low},{chart.x.high}'>"
+        f"<h2>{escape(chart.title)}</h2>"
         f"<p class='about'>{escape(about)}</p>"
-        f"{_READOUT if chart.name == 'curve' else ''}"
+        f"{READOUT if chart.name == 'curve' else ''}"
         f"{chart.svg(_WIDE, css='wide')}{chart.svg(_NARROW, css='narrow')}</section>"
         for chart, about in figures(study)
     )
@@ -32,13 +34,13 @@ def render(study: Study) -> str:
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         "<link rel='icon' href='data:,'>"
-        f"<title>{escape(title)}</title><style>{_css()}</style></head><body><main>"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body><main>"
         f"<header><p class='kicker'>kvpool replay</p><h1>{escape(study.name)}</h1>"
         f"<p class='about'>{escape(_subtitle(study))}</p>{_notes(study)}</header>"
         f"<div class='tiles'>{_tiles(study)}</div>{sections}{_tables(study)}"
         f"<footer>kvpool {__version__}. {escape(_footer(study))}</footer></main>"
         f"<script type='application/json' id='data'>{_data(study)}</script>"
-        f"<script>{_SCRIPT}</script></body></html>\n"
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -73,11 +75,11 @@ def _tiles(study: Study) -> str:
         knee = dict(study.knees())[0.9]
         tiles.append((percent(round(result.hit_rate, 4)), "hit rate", f"by tokens, with {size}"))
         tiles.append(
-            (percent(round(study.ceiling, 4)), "ceiling", "by blocks, if nothing is ever evicted")
+            (percent(round(study.ceiling, 4)), "ceiling", "if nothing is ever evicted, by blocks")
         )
-        about = "blocks for 90% of that" + (f": {second(knee)}" if second else "")
-        tiles.append((count(knee), "to buy", about))
-    tiles.append((count(result.occupancy.peak), "peak in use", f"blocks held at once, of {size}"))
+        about = "for nine tenths of the ceiling" + (f": {second(knee)}" if second else "")
+        tiles.append((count(knee), "blocks to have", about))
+    tiles.append((count(result.occupancy.peak), "blocks in use", f"at the peak, of {size}"))
     if result.clock == "real time":
         wait = result.wait_s.quantile(0.99)
         about = f"99% of waits; {result.preemptions:,} preempted"
@@ -105,7 +107,11 @@ def _tables(study: Study) -> str:
         row += [f"{result.occupancy.peak:,}", f"{result.rejected:,}"]
         wait = result.wait_s.quantile(0.99)
         row += (
-            [f"{result.waited:,}", f"{result.preemptions:,}", duration(wait) if wait == wait else ""]
+            [
+                f"{result.waited:,}",
+                f"{result.preemptions:,}",
+                duration(wait) if wait == wait else "",
+            ]
             if real
             else [f"{result.freed_early:,}"]
         )
@@ -117,7 +123,7 @@ def _tables(study: Study) -> str:
             for share, size in study.knees()
         ]
         head = ["of what can be hit", "blocks", *(["memory"] if second else [])]
-        tables.append(("What to buy", head, knees))
+        tables.append(("What it takes", head, knees))
         kept = [
             [f"{size:,}", *(duration(h.quantile(q)) for q in (0.1, 0.5, 0.9))]
             for size, h in study.reuse.retention_s.items()
@@ -146,7 +152,9 @@ def _tables(study: Study) -> str:
         [row["session"], f"{row['requests']:,}", f"{row['blocks']:,}", f"{row['hit_blocks']:,}"]
         for row in study.reuse.top_sessions(8)
     ]
-    tables.append(("Sessions with most requests", ["session", "requests", "blocks", "hit"], sessions))
+    tables.append(
+        ("Sessions with most requests", ["session", "requests", "blocks", "hit"], sessions)
+    )
     return "".join(_table(*table) for table in tables if table[2])
 
 
@@ -174,65 +182,3 @@ def _footer(study: Study) -> str:
 def _data(study: Study) -> str:
     data = {"curve": study.curve(), "bytes": study.bytes_per_block, "tokens": study.block_tokens}
     return json.dumps(data).replace("</", "<\\/")
-
-
-_READOUT = "<p class='readout' id='readout'>Point at the curve, or tap it, to read it.</p>"
-
-# Which point of the curve is nearest to the pointer, in words and as a mark.
-_SCRIPT = """
-(function(){
-var d=JSON.parse(document.getElementById('data').textContent),c=d.curve,box=document.getElementById('curve');
-if(!box||!c.length)return;
-function n(x){return x>=1e6?(x/1e6).toPrecision(3)+'M':x>=1e3?(x/1e3).toPrecision(3)+'k':''+x}
-box.querySelectorAll('svg.chart').forEach(function(svg){
-var g=function(k){return +svg.getAttribute('data-'+k)},mark=document.createElementNS(svg.namespaceURI,'path');
-mark.setAttribute('stroke','var(--muted)');mark.setAttribute('id','mark-'+svg.getAttribute('width'));
-svg.appendChild(mark);
-function move(e){
-var r=svg.getBoundingClientRect(),x=(e.clientX-r.left)*svg.viewBox.baseVal.width/r.width;
-var s=box.getAttribute('data-x').split(','),lo=Math.log(+s[0]),hi=Math.log(+s[1]);
-var size=Math.exp(lo+(hi-lo)*Math.min(1,Math.max(0,(x-g('left'))/(g('right')-g('left')))));
-var i=0;while(i<c.length-1&&c[i+1][0]<=size)i++;
-size=Math.max(Math.round(size),c[0][0]);
-var text=n(size)+' blocks ('+n(size*d.tokens)+' tokens'+(d.bytes?', '+(size*d.bytes/1073741824).toPrecision(3)+' GiB':'')+'): '+(100*c[i][1]).toFixed(1)+'% of blocks hit';
-document.getElementById('readout').textContent=text;
-var px=g('left')+(Math.log(size)-lo)/(hi-lo)*(g('right')-g('left'));
-mark.setAttribute('d','M'+px.toFixed(1)+' '+g('top')+'V'+g('bottom'));}
-svg.addEventListener('pointermove',move);svg.addEventListener('pointerdown',move);
-svg.style.touchAction='pan-y';});
-})();
-"""
-
-
-def _css() -> str:
-    light = ";".join(f"--{name}:{colors[0]}" for name, colors in COLORS.items())
-    dark = ";".join(f"--{name}:{colors[1]}" for name, colors in COLORS.items())
-    return (
-        f":root{{{light};--page:#f3f5f8;color-scheme:light dark}}"
-        f"@media(prefers-color-scheme:dark){{:root{{{dark};--page:#0e1319}}}}"
-        "*{box-sizing:border-box}body{margin:0;background:var(--page);color:var(--ink);"
-        "font:15px/1.5 ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,"
-        "sans-serif}main{max-width:840px;margin:0 auto;padding:20px 16px 40px}"
-        "h1{font-size:26px;line-height:1.2;margin:2px 0 6px;overflow-wrap:anywhere}"
-        "h2{font-size:17px;margin:0 0 4px}.kicker{margin:0;color:var(--blue);font-weight:600;"
-        "font-size:13px;letter-spacing:.02em}.about{margin:0 0 12px;color:var(--muted)}"
-        ".note{margin:8px 0 0;padding:8px 12px;border-left:3px solid var(--amber);"
-        "background:var(--paper);border-radius:4px}"
-        ".tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;"
-        "margin:16px 0}.tile,.card{background:var(--paper);border:1px solid var(--grid);"
-        "border-radius:12px}.tile{padding:12px 14px}.tile b{display:block;font-size:25px;"
-        "line-height:1.2;font-variant-numeric:tabular-nums}.tile span{display:block;"
-        "font-weight:600}.tile small{color:var(--muted);font-size:12.5px;display:block;"
-        "line-height:1.35}.card{padding:16px;margin:12px 0}svg.chart{display:block;max-width:100%;"
-        "height:auto}.narrow{display:none!important}.readout{margin:0 0 8px;font-weight:600;"
-        "font-variant-numeric:tabular-nums;min-height:1.5em}.scroll{overflow-x:auto}"
-        "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;"
-        "white-space:nowrap}th,td{text-align:right;padding:6px 10px;border-bottom:1px solid "
-        "var(--grid)}th{color:var(--muted);font-weight:500;font-size:13px}"
-        "th:first-child,td:first-child{text-align:left;padding-left:0}footer{color:var(--muted);"
-        "font-size:13px;margin-top:18px}"
-        "@media(max-width:560px){main{padding:14px 10px 30px}.card{padding:14px 12px}"
-        ".wide{display:none!important}.narrow{display:block!important}"
-        ".tiles{grid-template-columns:1fr 1fr;gap:10px}h1{font-size:22px}}"
-        f"{TEXT_CSS}"
-    )

@@ -30,6 +30,7 @@ from .tally import LogHistogram, TopTable
 __all__ = ["Names", "Reuse"]
 
 _MAX_NAMES = 8_000_000
+_AT = 2 ** np.arange(32) - 1  # where the first 1, 2, 4, ... blocks end
 _SAMPLE = 64  # requests from one sample of the retention to the next
 
 
@@ -97,11 +98,7 @@ class Reuse:
             self.longest = max(self.longest, n)
             if request.session is not None:
                 self.sessions.add(request.session, 1, n, hits)
-            length = 1
-            while length <= n:
-                name = int(names[length - 1])
-                self.prefixes.add((name, length), 1, int(hits >= length))
-                length *= 2
+            self._count_prefixes(names[_AT[: n.bit_length()]].tolist(), hits)
             if self.requests % _SAMPLE == 0:
                 self._sample(at)
             if self._chunks is not None:
@@ -128,6 +125,18 @@ class Reuse:
         np.add.at(self._counts, found, 1)
         self.seen_before += len(found)
         self.depth_histogram.add(found)
+
+    def _count_prefixes(self, names: list[int], hits: int) -> None:
+        """The names of the first 1, 2, 4, ... blocks; the loop is Python's, so it is kept short."""
+        rows = self.prefixes.rows
+        for i, name in enumerate(names):
+            row = rows.get((name, i))
+            if row is None:
+                self.prefixes.add((name, i), 1, int(hits >= 1 << i))
+                rows = self.prefixes.rows
+            else:
+                row[0] += 1
+                row[1] += hits >= 1 << i
 
     def _sample(self, at: float) -> None:
         for size, histogram in self.retention_s.items():
@@ -176,9 +185,9 @@ class Reuse:
         Sorted by the blocks that sharing saves: (requests - 1) * blocks.
         """
         rows = []
-        for (name, length), (uses, hits) in self.prefixes.top(4 * n + 1000):
+        for (name, i), (uses, hits) in self.prefixes.top(4 * n + 1000):
             if uses > 1:
-                rows.append({"prefix": f"{name:016x}", "blocks": length, "requests": uses})
+                rows.append({"prefix": f"{name:016x}", "blocks": 1 << i, "requests": uses})
                 rows[-1]["hits"] = hits
         rows.sort(key=lambda row: -(row["requests"] - 1) * row["blocks"])
         return rows[:n]

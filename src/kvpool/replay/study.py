@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .in_flight import InFlight
-from .readers.source import Problems
 from .policies import make_plan, simulate
+from .readers.source import Problems
 from .real_time import RealTime
 from .request import Request
 from .result import Result
@@ -121,7 +121,7 @@ class Study:
             self.interrupted, self.policy_sizes = True, []
 
     def curve(self, n: int = 160) -> list[tuple[int, float]]:
-        """(pool size, hit rate by blocks) under LRU, from the longest request to the deepest reuse."""
+        """(pool size, hit rate by blocks) under LRU, from the longest request on."""
         sizes = curve_sizes(self.reuse, n)
         hits = self.reuse.hits(sizes)
         total = max(self.reuse.blocks, 1)

@@ -189,5 +189,3 @@ def hash_name(name: str) -> int:
     for byte in name.encode():
         number = (number * 257 + byte) & (2**64 - 1)
     return number
-
-

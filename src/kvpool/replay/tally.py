@@ -51,11 +51,11 @@ class LogHistogram:
         """The middle of the bin that holds it; 0 for what is below the smallest, NaN for none."""
         if self.total == 0:
             return float("nan")
-        rank = max(q * self.total - self.zeros, 0)
-        if rank == 0 and self.zeros:
+        rank = max(q * self.total, 1) - self.zeros
+        if rank <= 0:
             return 0.0
         i = int(np.searchsorted(np.cumsum(self.counts), rank))
-        return self.edge(i) * 2.0 ** (0.5 / self._PER_DOUBLING)
+        return float(self.edge(i) * 2.0 ** (0.5 / self._PER_DOUBLING))
 
     def below(self, limit: float) -> float:
         """The share at or below a limit that is a bin's edge, or near one."""
@@ -69,8 +69,10 @@ class LogHistogram:
         bars = [(0.0, self.smallest, self.zeros)] if self.zeros else []
         used = np.flatnonzero(sums)
         if len(used):
-            for i in range(int(used[0]), int(used[-1]) + 1):
-                bars.append((self.edge(i * per), self.edge((i + 1) * per), int(sums[i])))
+            bars += [
+                (self.edge(i * per), self.edge((i + 1) * per), int(sums[i]))
+                for i in range(int(used[0]), int(used[-1]) + 1)
+            ]
         return bars
 
     def to_json(self) -> dict[str, Any]:
@@ -133,10 +135,14 @@ class Series:
             return self._area / self._time
         return float(self._last[1]) if self._last else 0.0
 
-    def points(self) -> Iterator[tuple[float, float, float]]:
-        """(time, mean, peak) of each bucket."""
-        for begin, duration, area, peak in self._buckets:
-            yield begin, area / duration if duration > 0 else peak, peak
+    def points(self, n: int = 1024) -> Iterator[tuple[float, float, float]]:
+        """(time, mean, peak) of each bucket, or of so many together that there are up to n."""
+        step = -(-len(self._buckets) // n) if self._buckets else 1
+        for i in range(0, len(self._buckets), step):
+            group = self._buckets[i : i + step]
+            time = sum(bucket[1] for bucket in group)
+            peak = max(bucket[3] for bucket in group)
+            yield group[0][0], sum(b[2] for b in group) / time if time > 0 else peak, peak
 
 
 class TopTable:
@@ -152,26 +158,26 @@ class TopTable:
     ([('a', [4, 40])], True)
     """
 
-    def __init__(self, limit: int = 50_000) -> None:
+    def __init__(self, limit: int = 20_000) -> None:
         self._limit = limit
-        self._rows: dict[Any, list[int]] = {}
+        self.rows: dict[Any, list[int]] = {}
         self.exact = True
 
     def add(self, key: Any, *amounts: int) -> None:
         """Adds to the key's sums; the first one decides who is largest."""
-        row = self._rows.get(key)
+        row = self.rows.get(key)
         if row is None:
-            self._rows[key] = list(amounts)
-            if len(self._rows) > 2 * self._limit:
-                self._rows = dict(self.top(self._limit))
+            self.rows[key] = list(amounts)
+            if len(self.rows) > 2 * self._limit:
+                self.rows = dict(self.top(self._limit))
                 self.exact = False
         else:
             for i, amount in enumerate(amounts):
                 row[i] += amount
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def top(self, n: int) -> list[tuple[Any, list[int]]]:
         """The n largest, largest first."""
-        return sorted(self._rows.items(), key=lambda item: -item[1][0])[:n]
+        return sorted(self.rows.items(), key=lambda item: -item[1][0])[:n]

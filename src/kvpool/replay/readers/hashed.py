@@ -100,7 +100,7 @@ def _requests(
         ids = flat[begin:end]
         begin = end
         if len(ids) * block_tokens < row.input_length:  # a partial block without a name
-            ids = np.append(ids, _no_name(row, i))
+            ids = np.append(ids, np.uint64(_no_name(row, i)))
         requests.append(
             Request(
                 row.timestamp * unit_s,
@@ -113,6 +113,6 @@ def _requests(
     return requests
 
 
-def _no_name(row: Any, i: int) -> np.uint64:
+def _no_name(row: Any, i: int) -> int:
     """A name that nothing else in the trace has, but by accident."""
-    return np.uint64(hash((row.timestamp, row.input_length, row.output_length, i)) & (2**63 - 1))
+    return hash((row.timestamp, row.input_length, row.output_length, i)) & (2**63 - 1)

@@ -70,7 +70,7 @@ class Source:
         except OSError as error:
             raise TraceError(f"{path}: {error.strerror or error}") from error
         self._counted = _Counted(self._raw)
-        buffered = io.BufferedReader(self._counted, 1 << 18)
+        buffered: Any = io.BufferedReader(self._counted, 1 << 18)
         try:
             self._file: Any = _decompressed(buffered, path)
         except OSError as error:
@@ -126,7 +126,7 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def _decompressed(file: io.BufferedReader, path: str) -> Any:
+def _decompressed(file: Any, path: str) -> Any:
     magic = file.peek(4)[:4]
     if magic[:2] == b"\x1f\x8b":
         return gzip.GzipFile(fileobj=file)

@@ -4,11 +4,11 @@ Token ids (JSON lines): a list of ids, or an object with ``tokens`` (or ``token_
 ``prompt_token_ids``), and, where known, ``timestamp`` in seconds, ``output_length``, ``session``,
 ``n``.
 
-KV events (JSON lines): what vLLM publishes, one event or one batch a line, a batch as an object with
-``ts`` and ``events`` or as the array ``[ts, events, rank]``. A ``BlockStored`` event is taken as one
-request: the blocks before it, which are known from earlier events, and the ones it stores. Requests
-that stored nothing, because all of their prompt was there, leave no event, so the hit rate of such a
-log is a lower bound.
+KV events (JSON lines): what vLLM publishes, one event or one batch a line, a batch as an object
+with ``ts`` and ``events`` or as the array ``[ts, events, rank]``. A ``BlockStored`` event is taken
+as one request: the blocks before it, which are known from earlier events, and those it stores.
+Requests that stored nothing, because all of their prompt was there, leave no event, so the hit rate
+of such a log is a lower bound.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Hash = int | str
 
 class _Event(Row, gc=False):
     type: str = ""
-    block_hashes: list[Hash] = []
+    block_hashes: tuple[Hash, ...] = ()
     parent_block_hash: Hash | None = None
     block_size: int = 0
 
@@ -93,7 +93,7 @@ class _Batch(Row, gc=False):
     ts: float = 0.0
     events: list[_Event] | None = None
     type: str = ""  # or an event by itself
-    block_hashes: list[Hash] = []
+    block_hashes: tuple[Hash, ...] = ()
     parent_block_hash: Hash | None = None
     block_size: int = 0
 
