@@ -1678,6 +1678,8 @@ def paged_prefill(q: NDArray[numpy.float32], pool: Pool, layer: Int, block_table
     >>> q = np.ones((3, 1, 2), dtype=np.float32)
     >>> kvpool.attention.paged_prefill(q, pool, 0, table, 3)[:, 0, 0]
     array([1. , 1.5, 3. ], dtype=float32)
+    """
+
 class ReuseStack:
     """
     Blocks by how recently they were used, for streams of any length.
@@ -1752,7 +1754,7 @@ def policy_hits(policy: Int, blocks: Array, starts: Array, parents: Array, capac
     >>> none = 2**32 - 1
     >>> policy_hits(0, [0, 1, 2, 0, 1], [0, 2, 3, 5], [none, 0, none], 2), \\
     ...     policy_hits(6, [0, 1, 2, 0, 1], [0, 2, 3, 5], [none, 0, none], 2)
-    (0, 2)
+    (1, 2)
     """
 
 def block_hash(parent: Int, tokens: Array) -> int:
