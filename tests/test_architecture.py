@@ -31,10 +31,11 @@ PY_MAY_USE = {
     "": {""},
     "engine": {"", "engine"},
     "events": {"", "events"},
+    "tiers": {"", "wire", "tiers"},
     "wire": {"", "wire"},
     "replay": {"", "replay"},
     "workbench": {"", "workbench"},
-    "cli": {"", "engine", "replay", "wire", "workbench", "cli"},
+    "cli": {"", "engine", "replay", "tiers", "wire", "workbench", "cli"},
 }
 # Heavy or optional packages are imported only inside the part that needs them.
 HEAVY = {

@@ -1,0 +1,26 @@
+"""Lower tiers: blocks that the pool evicts live on, on disk or on other machines.
+
+    record     Layout, Key      what is stored: one block, sealed with what it is of
+    tier       Tier             the protocol of a store; MemoryTier, AsyncTier
+    registry   open_tier        stores by URL: disk:/path?size=10GiB
+
+docs/tiers.md says which tier when.
+"""
+
+from __future__ import annotations
+
+from .record import Key, Layout, RecordRefused
+from .registry import SCHEMES, open_tier
+from .tier import AsyncTier, MemoryTier, Tier, TierStats
+
+__all__ = [
+    "SCHEMES",
+    "AsyncTier",
+    "Key",
+    "Layout",
+    "MemoryTier",
+    "RecordRefused",
+    "Tier",
+    "TierStats",
+    "open_tier",
+]

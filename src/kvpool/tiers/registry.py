@@ -1,0 +1,141 @@
+"""Tiers by URL: ``disk:/var/cache/kv?size=10GiB``, ``memory:?size=1GiB``, ``valkey://host:6379``.
+
+A scheme names a function in a module of this package, which is imported when the scheme is used and
+not before: so are the client libraries. The function gets the URL, split, and its options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from kvpool import InvalidArgument
+
+from .tier import MemoryTier, Tier
+
+__all__ = ["SCHEMES", "Options", "open_tier"]
+
+#: Which module of this package opens a scheme, with its ``open_url(url, options)``.
+SCHEMES = MappingProxyType(
+    {
+        "disk": "disk",
+        "memory": "registry",
+    }
+)
+
+_UNITS = {"": 1, "b": 1}
+for _i, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_i, f"{_letter}ib": 1024**_i, f"{_letter}b": 1000**_i}
+
+
+class Options:
+    """The options of a URL, each taken once; ``done`` refuses the ones that nobody took.
+
+    >>> options = Options("disk", {"size": "2GiB", "sync": "batch"})
+    >>> options.size("size"), options.choice("sync", "none", ("none", "batch"))
+    (2147483648, 'batch')
+    >>> options.done()
+    """
+
+    def __init__(self, scheme: str, values: dict[str, str]) -> None:
+        self._scheme, self._values, self._known = scheme, dict(values), []  # type: ignore[var-annotated]
+
+    def text(self, name: str, default: str = "") -> str:
+        """The option as it is."""
+        self._known.append(name)
+        return self._values.pop(name, default)
+
+    def _value(self, name: str, default: Any, read: Callable[[str], Any], expected: str) -> Any:
+        text = self.text(name)
+        if not text:
+            return default
+        try:
+            return read(text)
+        except (KeyError, ValueError):
+            raise InvalidArgument(
+                f"{self._scheme}: {name}: expected {expected}, found {text!r}"
+            ) from None
+
+    def size(self, name: str, default: int | None = None) -> int | None:
+        """Bytes: a number, with kB, MB, GB, TB, KiB, MiB, GiB or TiB perhaps."""
+
+        def read(text: str) -> int:
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text)
+            if match is None:
+                raise ValueError
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+
+        size: int | None = self._value(name, default, read, "a size, like 10GiB")
+        return size
+
+    def seconds(self, name: str, default: float) -> float:
+        """A time."""
+        seconds: float = self._value(name, default, float, "seconds")
+        return seconds
+
+    def integer(self, name: str, default: int) -> int:
+        """A number."""
+        number: int = self._value(name, default, int, "a whole number")
+        return number
+
+    def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
+        """One of some words."""
+        text = self.text(name, default)
+        if text not in choices:
+            raise InvalidArgument(
+                f"{self._scheme}: {name}: expected {' or '.join(choices)}, found {text!r}"
+            )
+        return text
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Yes or no."""
+        words = {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}
+        flag: bool = self._value(name, default, lambda text: words[text.lower()], "yes or no")
+        return flag
+
+    def done(self) -> None:
+        """Refuses what is left."""
+        if self._values:
+            raise InvalidArgument(
+                f"{self._scheme}: unknown option {', '.join(sorted(self._values))}; it has "
+                f"{', '.join(self._known) or 'none'}"
+            )
+
+
+def open_tier(url: str) -> Tier:
+    """The tier that a URL names.
+
+    Raises InvalidArgument: an unknown scheme, a wrong option; ImportError: the scheme's client
+    library is not installed, and what to install; and whatever opening the store raises.
+
+    >>> open_tier("memory:?size=1MiB").stats().capacity_bytes
+    1048576
+    >>> open_tier("tape:1")
+    Traceback (most recent call last):
+    kvpool.errors.InvalidArgument: tier: expected a URL of disk:, memory:..., found 'tape:1'
+    """
+    split = urlsplit(url)
+    if split.scheme not in SCHEMES:
+        schemes = ", ".join(f"{scheme}:" for scheme in SCHEMES)
+        raise InvalidArgument(f"tier: expected a URL of {schemes}, found {url!r}")
+    try:
+        pairs = parse_qsl(split.query, keep_blank_values=True, strict_parsing=bool(split.query))
+    except ValueError:
+        raise InvalidArgument(f"tier: options are ?name=value&..., found {url!r}") from None
+    if len(dict(pairs)) < len(pairs):
+        raise InvalidArgument(f"tier: an option is there twice in {url!r}")
+    options = Options(split.scheme, dict(pairs))
+    module = importlib.import_module(f".{SCHEMES[split.scheme]}", __package__)
+    tier: Tier = module.open_url(split, options)
+    return tier
+
+
+def open_url(url: SplitResult, options: Options) -> Tier:
+    """``memory:?size=1GiB``."""
+    size = options.size("size", 1 << 30)
+    options.done()
+    return MemoryTier(size or 0)
