@@ -94,7 +94,7 @@ class Tier(ABC):
         """What it holds and has counted."""
         return TierStats()
 
-    def close(self) -> None:  # noqa: B027: a tier without anything to close has none
+    def close(self) -> None:  # noqa: B027
         """Writes what must be written and lets go of everything; a second time does nothing."""
 
     def __enter__(self) -> Self:
