@@ -6,12 +6,14 @@
 #   make check    formatters, linters, types, architecture, the generated stub
 #   make bench    microbenchmarks in C and Python; JSON under build/bench/
 #   make bench-bytes   CRC, hash, export and import against their peers
+#   make bench-transfer   pushes over loopback against a bare gRPC stream
 #   make bench-peers   the block manager against other engines', on a trace
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
 #   make asan     the Python suite on a sanitized build
 #   make fuzz     libFuzzer on tl_kv_import (FUZZ_SECONDS=60)
 #   make soak     10^8 operations on small and large pools
+#   make soak-transfer   10,000 pushes, and memory stays flat
 #   make arch     the C tests on emulated arm64 and big-endian s390x
 #   make clean    removes build/ and .venv/
 
@@ -28,8 +30,8 @@ SOURCES := pyproject.toml CMakeLists.txt \
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
-.PHONY: run test test-c test-py check bench bench-bytes bench-peers mutants parity asan fuzz soak \
-	arch clean system-packages help
+.PHONY: run test test-c test-py check bench bench-bytes bench-peers bench-transfer mutants parity asan \
+	fuzz soak soak-transfer arch clean system-packages help
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -133,6 +135,9 @@ soak: $(VENV)/tools
 	$(CMAKE) --build build/c-release -j $(JOBS) --target soak_map
 	build/c-release/tests/soak_map 100000000
 
+soak-transfer: $(VENV)/tools
+	KVPOOL_SOAK_PUSHES=10000 $(BIN)/python -m pytest -q tests/transfer/test_transfer_faults.py -k memory
+
 arch: $(VENV)/tools
 	sh scripts/system-packages.sh gcc-aarch64-linux-gnu gcc-s390x-linux-gnu qemu-user \
 		libc6-dev-arm64-cross libc6-dev-s390x-cross
@@ -168,6 +173,10 @@ bench-bytes: build/c-bench/made
 	$(CMAKE) --build build/c-bench -j $(JOBS)
 	$(BENCH_C)/bench_bytes --json > build/bench/bytes-c.json
 	$(BIN)/python benchmarks/bench_bytes.py --c build/bench/bytes-c.json --json build/bench/bytes.json
+
+bench-transfer: $(VENV)/tools
+	mkdir -p build/bench
+	$(BIN)/python benchmarks/bench_transfer.py --json build/bench/transfer.json
 
 # Other engines' block managers, from their own wheels, on a trace: TRACE=path/to/conversation.jsonl
 TRACE ?= ../shared/traces/conversation.jsonl

@@ -124,7 +124,8 @@ BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle 
         raise_type("pool: expected a Pool, found %.100R (%s)", pool.ptr(),
                    Py_TYPE(pool.ptr())->tp_name);
     }
-    tl_kv_mgr_options options = {0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs, tl_kv_prefetch};
+    tl_kv_mgr_options options = {
+        0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs, tl_kv_prefetch, tl_kv_import_private};
     if (!PyUnicode_Check(prefix_cache.ptr())) {
         raise_type("prefix_cache: expected 'hash' or 'none', found %.100R (%s)", prefix_cache.ptr(),
                    Py_TYPE(prefix_cache.ptr())->tp_name);
@@ -415,7 +416,8 @@ void BlockManager::evict(nb::handle ids) {
     });
 }
 
-nb::object BlockManager::import_(nb::handle buffer) {
+nb::object BlockManager::import_(nb::handle buffer, nb::handle named_arg) {
+    const bool named = flag_arg(named_arg, "named");
     Buffer in(buffer, "buffer");
     // As in Pool::import_: what passes has as many blocks as its length says.
     const size_t n = in.size() < 32 ? 0 : (in.size() - 32) / (core_->block_bytes() + 12);
@@ -423,13 +425,40 @@ nb::object BlockManager::import_(nb::handle buffer) {
     uint32_t *out = array_data<uint32_t>(ids);
     core_->run(bytes_work(in.size()), [&](tl_kv_mgr *m, tl_kv_pool *p) {
         const tl_status st = outside_slab(p, core_->slab_bytes(), in.data(), in.size(), "import_");
-        return st != TL_OK ? st : tl_kv_mgr_import(m, in.data(), in.size(), out);
+        if (st != TL_OK) {
+            return st;
+        }
+        return named ? tl_kv_mgr_import(m, in.data(), in.size(), out)
+                     : tl_kv_mgr_import_private(m, in.data(), in.size(), out);
     });
     return ids;
 }
 
-nb::object BlockManager::adopt(nb::handle ids_arg, nb::handle tokens, nb::handle root_arg) {
+nb::object BlockManager::find(nb::handle hashes, nb::handle take_arg) {
+    const bool take = flag_arg(take_arg, "take");
+    Ints<uint64_t> in(hashes, "hashes", Form::array);
+    nb::object ids = new_array(in.size(), NPY_INT64);
+    int64_t *out = array_data<int64_t>(ids);
+    core_->run(items_work(in.size()), [&](tl_kv_mgr *m, tl_kv_pool *) {
+        return tl_kv_mgr_find(m, in.data(), in.size(), take, out);
+    });
+    return ids;
+}
+
+nb::object BlockManager::adopt(nb::handle ids_arg, nb::handle tokens, nb::handle root_arg,
+                               nb::handle proven_arg) {
     Ints<uint32_t> ids(ids_arg, "ids", Form::array);
+    std::unique_ptr<uint8_t[]> proven(new uint8_t[ids.size()]());
+    if (!proven_arg.is_none()) {
+        Ints<uint32_t> positions(proven_arg, "proven", Form::array);
+        for (size_t i = 0; i < positions.size(); i++) {
+            if (positions[i] >= ids.size()) {
+                raise_value("proven[%zu]: expected a position in ids, 0 to %zu, found %u", i,
+                            ids.size() - 1, positions[i]);
+            }
+            proven[positions[i]] = 1;
+        }
+    }
     const uint64_t root = namespace_arg(root_arg);
     Tokens in(tokens); // last: see Tokens
     if (ids.size() != core_->blocks_for(in.size())) {
@@ -440,7 +469,8 @@ nb::object BlockManager::adopt(nb::handle ids_arg, nb::handle tokens, nb::handle
     run_with(
         *core_, in,
         [&](tl_kv_mgr *m, tl_kv_pool *) {
-            return tl_kv_mgr_adopt(m, in.data(), in.size(), root, ids.data(), &handle);
+            return tl_kv_mgr_adopt_proven(m, in.data(), in.size(), root, ids.data(), proven.get(),
+                                          &handle);
         },
         TL_OK);
     return Sequence::make(core_, handle, root);
@@ -743,9 +773,15 @@ void bind_manager(nb::module_ &m) {
              nb::sig("def reset(self, namespace: Int | None = None) -> None"), d::reset)
         .def("evict", &BlockManager::evict, "ids"_a.none(),
              nb::sig("def evict(self, ids: Ints) -> None"), d::evict)
-        .def("import_", &BlockManager::import_, "buffer"_a.none(),
-             nb::sig("def import_(self, buffer: Buffer | NDArray[Any]) -> NDArray[numpy.uint32]"),
+        .def("import_", &BlockManager::import_, "buffer"_a.none(), nb::kw_only(),
+             "named"_a.none() = true,
+             nb::sig("def import_(self, buffer: Buffer | NDArray[Any], *, named: bool = True) -> "
+                     "NDArray[numpy.uint32]"),
              d::import_)
+        .def("find", &BlockManager::find, "hashes"_a.none(), nb::kw_only(), "take"_a.none() = false,
+             nb::sig("def find(self, hashes: Array, *, take: bool = False) -> "
+                     "NDArray[numpy.int64]"),
+             d::find)
         .def("import_sequence", &BlockManager::import_sequence, "buffer"_a.none(),
              "tokens"_a.none(), "namespace"_a.none() = 0,
              nb::sig("def import_sequence(self, buffer: Buffer | NDArray[Any], tokens: Array, "
@@ -762,8 +798,9 @@ void bind_manager(nb::module_ &m) {
                     "0) -> Sequence"),
             d::load)
         .def("adopt", &BlockManager::adopt, "ids"_a.none(), "tokens"_a.none(),
-             "namespace"_a.none() = 0,
-             nb::sig("def adopt(self, ids: Array, tokens: Array, namespace: Int = 0) -> Sequence"),
+             "namespace"_a.none() = 0, nb::kw_only(), "proven"_a.none() = nb::none(),
+             nb::sig("def adopt(self, ids: Array, tokens: Array, namespace: Int = 0, *, "
+                     "proven: Array | None = None) -> Sequence"),
              d::adopt)
         .def("drain_events", &BlockManager::drain_events, "max"_a.none() = nb::none(),
              nb::sig("def drain_events(self, max: Int | None = None) -> list[BlockEvent]"),

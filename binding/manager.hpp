@@ -146,6 +146,10 @@ class Sequence {
     nb::object slot_mapping(nb::handle first, nb::handle n, nb::handle pad);
     nb::object export_();
     nb::object export_iter(nb::handle chunk_bytes);
+    nb::object export_block(nb::handle index, nb::handle before, nb::handle after);
+    size_t block_tokens() const {
+        return core_->block_tokens();
+    }
     nb::object repr();
 
     uint64_t root() const {
@@ -238,8 +242,9 @@ class BlockManager {
     nb::object seq_lens(nb::handle seqs);
     void reset(nb::handle root);
     void evict(nb::handle ids);
-    nb::object adopt(nb::handle ids, nb::handle tokens, nb::handle root);
-    nb::object import_(nb::handle buffer);
+    nb::object adopt(nb::handle ids, nb::handle tokens, nb::handle root, nb::handle proven);
+    nb::object import_(nb::handle buffer, nb::handle named);
+    nb::object find(nb::handle hashes, nb::handle take);
     nb::object import_sequence(nb::handle buffer, nb::handle tokens, nb::handle root);
     nb::object drain_events(nb::handle max);
     nb::object stats();

@@ -293,6 +293,10 @@ They carry names but no proof of what was computed into them: nothing is findabl
 has seen the tokens. To drop them instead: ``mgr.pool.unref(ids)``. Where the tokens are at hand,
 ``import_sequence`` does it all, and checks more.
 
+``named=False`` leaves the names out as well. The blocks are then the caller's alone: nobody can find
+one in the pool before ``adopt``, and one that is let go is free and not cached. That is for bytes from
+a sender whose word for a name is no proof, while the tokens are still to come.
+
 Raises:
     CorruptEnvelope: the bytes break the format's rules.
     ShapeMismatch: an envelope made for another pool.
@@ -387,6 +391,29 @@ Traceback (most recent call last):
 kvpool.errors.InvalidArgument: load: tokens: other than the 5 ...
 )";
 
+constexpr const char *find =
+    R"(The findable blocks of these names: int64 ``(n,)``, block ids, -1 where there is none.
+
+``hashes`` is a row, as ``block_hashes`` gives it. Only blocks in the prefix index count, those whose
+content is proven; a block that merely carries a name (imported and not adopted, of before a reset) is
+none, where ``pool.lookup`` would find it. Nothing is changed; with ``take`` each block found has one
+more reference, to be given back with ``pool.unref`` or to ``adopt``. A name can be forged by whoever
+chose the prompt, so what was taken by name has to be among ``adopt``'s ``proven``.
+
+Raises:
+    InvalidArgument: a hash is no integer from 0 to 2**64 - 1, or the manager is closed.
+
+Source: seed section 6 (L10.6).
+
+>>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+>>> mgr = kvpool.BlockManager(pool)
+>>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
+...     seq.commit()
+>>> names = kvpool.block_hashes([1, 2, 3, 4, 9, 9, 9, 9], block_tokens=4)
+>>> mgr.find(names)
+array([ 0, -1])
+)";
+
 constexpr const char *adopt =
     R"(A Sequence of blocks that the caller holds and whose K and V are computed.
 
@@ -396,8 +423,12 @@ computed, and its full blocks become findable, as by ``commit``. A full block mu
 under the name that the tokens give it, or under none: then the tokens are taken on trust. Each
 block must hold at least as many positions as its tokens.
 
+``proven`` are positions in ``ids`` whose blocks were not brought by the caller but taken by name
+(``find``): those must be findable as exactly this prefix, now. A forged name does not pass, nor a block
+that nobody has proven, or that was reset since.
+
 Raises:
-    CorruptEnvelope: the blocks are not of these tokens, or not full enough.
+    CorruptEnvelope: the blocks are not of these tokens, not full enough, or not proven.
     InvalidArgument: nobody holds a block, a block is there twice, or their number is wrong.
     MemoryError: no memory for the sequence's table.
 
@@ -724,6 +755,31 @@ Source: docs/envelopes.md.
 True
 )";
 
+constexpr const char *seq_export_block =
+    R"(The envelope of one computed block, between other bytes: bytes.
+
+``index`` counts the sequence's blocks from 0. The result is ``before``, an envelope with n_blocks 1,
+and ``after``: a message of a framing around envelopes is made with one copy of the values. As in
+``export``, the last block holds only what this sequence has computed of it. The GIL is released for
+large ones.
+
+Raises:
+    InvalidArgument: nothing of that block is computed, or the sequence is freed.
+    MemoryError: no memory for the bytes.
+
+Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
+
+>>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+>>> mgr = kvpool.BlockManager(pool)
+>>> seq = mgr.allocate([1, 2, 3, 4, 5])
+>>> seq.commit()
+>>> seq.export_block(1) == pool.export(seq.blocks[1:])
+True
+>>> seq.export_block(1, before=b"<", after=b">")[:5]
+b'<TLKV'
+>>> seq.free()
+)";
+constexpr const char *seq_block_tokens = R"(Token positions in a block.)";
 constexpr const char *seq_n_tokens = "Its length in tokens; ``len(seq)`` is the same.";
 constexpr const char *seq_n_cached =
     "Tokens that ``allocate`` took from the index: they need no prefill.";

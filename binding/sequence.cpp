@@ -333,6 +333,51 @@ nb::object Sequence::export_() {
     }
 }
 
+nb::object Sequence::export_block(nb::handle index_arg, nb::handle before_arg,
+                                  nb::handle after_arg) {
+    const tl_kv_seq h = alive();
+    const uint64_t index = scalar_arg<uint64_t>(index_arg, "index");
+    Buffer before(before_arg, "before"), after(after_arg, "after");
+    const size_t B = core_->block_tokens(), size = core_->block_bytes() + 28 + 12 + 4;
+    if (size > PY_SSIZE_T_MAX || before.size() > PY_SSIZE_T_MAX - size ||
+        after.size() > PY_SSIZE_T_MAX - size - before.size()) {
+        PyErr_NoMemory();
+        throw nb::python_error();
+    }
+    nb::object bytes = checked(PyBytes_FromStringAndSize(
+        nullptr, static_cast<Py_ssize_t>(before.size() + size + after.size())));
+    auto *out = reinterpret_cast<uint8_t *>(PyBytes_AS_STRING(bytes.ptr()));
+    if (before.size() > 0) {
+        std::memcpy(out, before.data(), before.size());
+    }
+    if (after.size() > 0) {
+        std::memcpy(out + before.size() + size, after.data(), after.size());
+    }
+    out += before.size();
+    uint32_t n_tokens = 0; // of this sequence in the block
+    core_->run(bytes_work(size), [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
+        tl_kv_seq_info now;
+        tl_status st = tl_kv_seq_info_get(m, h, &now);
+        if (st == TL_OK && index >= core_->blocks_for(now.n_computed)) {
+            st = fail(TL_EINVAL, "export_block: index %llu, %zu tokens are computed, in %zu blocks",
+                      static_cast<unsigned long long>(index), now.n_computed,
+                      core_->blocks_for(now.n_computed));
+        }
+        if (st != TL_OK) {
+            return st;
+        }
+        n_tokens = static_cast<uint32_t>(std::min<uint64_t>(B, now.n_computed - index * B));
+        size_t written;
+        return tl_kv_export(p, tl_kv_seq_blocks(m, h) + index, 1, out, size, &written);
+    });
+    const uint32_t tail = n_tokens < B ? n_tokens : 0;
+    if (must_cut(out + 28, tail)) {
+        cut_block(out + 28, core_->cfg(), core_->block_bytes(), tail);
+        put_le32(out + size - 4, tl_crc32c(out, size - 4, 0));
+    }
+    return bytes;
+}
+
 namespace {
 
 // The iterator of Sequence.export_iter. It has no part in the sequence: whoever frees or cuts it
@@ -553,6 +598,11 @@ void bind_sequence(nb::module_ &m) {
         .def("export_iter", &Sequence::export_iter, "chunk_bytes"_a.none() = 1 << 20,
              nb::sig("def export_iter(self, chunk_bytes: Int = 1048576) -> Iterator[bytes]"),
              d::seq_export_iter)
+        .def("export_block", &Sequence::export_block, "index"_a.none(), nb::kw_only(),
+             "before"_a.none() = nb::bytes("", 0), "after"_a.none() = nb::bytes("", 0),
+             nb::sig("def export_block(self, index: Int, *, before: Buffer = b'', after: Buffer = "
+                     "b'') -> bytes"),
+             d::seq_export_block)
         .def(
             "save",
             [](nb::handle self, nb::handle path) {
@@ -573,6 +623,7 @@ void bind_sequence(nb::module_ &m) {
                      nb::sig("def blocks(self) -> NDArray[numpy.uint32]"), d::seq_blocks)
         .def_prop_ro("tokens", &Sequence::tokens,
                      nb::sig("def tokens(self) -> NDArray[numpy.uint32]"), d::seq_tokens)
+        .def_prop_ro("block_tokens", &Sequence::block_tokens, d::seq_block_tokens)
         .def_prop_ro("namespace", &Sequence::root, d::seq_namespace)
         .def_prop_ro("is_freed", &Sequence::is_freed, d::seq_is_freed)
 

@@ -19,6 +19,7 @@ step mypy $bin/mypy
 step clang-format $bin/clang-format --dry-run -Werror $c_files $cxx_files
 step clang-tidy sh scripts/clang-tidy.sh
 step stub $bin/python scripts/stub.py --check
+step protos $bin/python scripts/protos.py --check
 step architecture $bin/python -m pytest -q tests/test_architecture.py
 
 [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }

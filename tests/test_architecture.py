@@ -35,11 +35,11 @@ PY_MAY_USE = {
     "wire": {"", "wire"},
     "replay": {"", "replay"},
     "workbench": {"", "workbench"},
-    "cli": {"", "engine", "replay", "tiers", "wire", "workbench", "cli"},
+    "cli": {"", "engine", "transfer", "replay", "tiers", "wire", "workbench", "cli"},
 }
 # Heavy or optional packages are imported only inside the part that needs them.
 HEAVY = {
-    "torch", "transformers", "grpc", "redis", "gguf", "tokenizers", "jinja2", "rich", "zmq",
+    "torch", "transformers", "grpc", "grpc_health", "google", "redis", "gguf", "tokenizers", "jinja2", "rich", "zmq",
     "msgspec", "prometheus_client", "matplotlib",
 }  # fmt: skip
 LIGHT = {"", "workbench", "cli"}

@@ -15,8 +15,8 @@
 #include <stdlib.h>
 
 static tl_kv_mgr *mgr_new(tl_kv_pool *p, uint32_t flags, uint32_t watermark) {
-    const tl_kv_mgr_options opt = {flags,      watermark,  tl_kv_evict,
-                                   tl_kv_find, tl_kv_refs, tl_kv_prefetch};
+    const tl_kv_mgr_options opt = {flags,      watermark,      tl_kv_evict,         tl_kv_find,
+                                   tl_kv_refs, tl_kv_prefetch, tl_kv_import_private};
     tl_kv_mgr *m = NULL;
     TL_OK_(tl_kv_mgr_create(p, &opt, &m));
     return m;
@@ -407,6 +407,87 @@ TL_TEST(a_refused_append_leaves_no_trace_even_with_references_from_elsewhere) {
     mgr_end(m, p);
 }
 
+TL_TEST(private_imports_have_no_names_until_they_are_adopted) {
+    tl_kv_pool *p = kv_new(8, 2, 1, 1, 2), *q = kv_new(8, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0), *n = mgr_new(q, 0, 0);
+    uint32_t a[6], ids[3], found;
+    fill_tokens(a, 6, 1);
+    tl_kv_seq s = must_allocate(m, a, 5, 0), t = 0;
+    TL_OK_(tl_kv_seq_commit(m, s, 5));
+    uint8_t buf[512];
+    size_t size;
+    TL_OK_(tl_kv_export(p, tl_kv_seq_blocks(m, s), 3, buf, sizeof buf, &size));
+    const uint64_t name = tl_kv_hash(p, tl_kv_seq_blocks(m, s)[0]);
+    TL_OK_(tl_kv_mgr_import_private(n, buf, size, ids));
+    TL_EQ(tl_kv_lookup(q, name, &found), TL_ENOTFOUND);
+    TL_OK_(tl_kv_check(q));
+    for (int i = 0; i < 3; i++)
+        TL_OK_(tl_kv_unref(q, ids[i]));
+    KV_STATS(q, 8, 0, 0); /* nothing stays cached */
+    buf[30] ^= 1;
+    KV_REFUSED(tl_kv_mgr_import_private(n, buf, size, ids), TL_EFORMAT);
+    buf[30] ^= 1;
+    TL_OK_(tl_kv_mgr_import_private(n, buf, size, ids));
+    TL_OK_(tl_kv_mgr_adopt(n, a, 5, 0, ids, &t));
+    must_allocate(n, a, 5, 4);
+    TL_STATUS(tl_kv_mgr_import_private(NULL, buf, size, ids), TL_EINVAL);
+    n->opt.import_private = NULL;
+    KV_REFUSED(tl_kv_mgr_import_private(n, buf, size, ids), TL_EUNSUPPORTED);
+    mgr_end(n, q);
+    mgr_end(m, p);
+}
+
+TL_TEST(a_name_without_proof_is_not_found_and_not_adopted_as_proven) {
+    tl_kv_pool *p = kv_new(8, 2, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t a[4];
+    fill_tokens(a, 4, 1);
+    tl_kv_seq s = must_allocate(m, a, 4, 0), t = 0;
+    TL_OK_(tl_kv_seq_commit(m, s, 4));
+    uint8_t buf[512];
+    size_t size;
+    TL_OK_(tl_kv_export(p, tl_kv_seq_blocks(m, s), 2, buf, sizeof buf, &size));
+    const uint64_t names[3] = {tl_kv_hash(p, tl_kv_seq_blocks(m, s)[0]), 0,
+                               tl_kv_hash(p, tl_kv_seq_blocks(m, s)[1])};
+    int64_t found[3];
+    TL_OK_(tl_kv_mgr_find(m, names, 3, 0, found));
+    TL_EQ(found[0], tl_kv_seq_blocks(m, s)[0]);
+    TL_EQ(found[1], -1);
+    TL_EQ(found[2], tl_kv_seq_blocks(m, s)[1]);
+    TL_EQ(tl_kv_refs(p, (uint32_t)found[0]), 1);
+    TL_OK_(tl_kv_mgr_find(m, names, 3, 1, found));
+    TL_EQ(tl_kv_refs(p, (uint32_t)found[0]), 2);
+    TL_OK_(tl_kv_seq_free(m, s));
+    const uint32_t ids[2] = {(uint32_t)found[0], (uint32_t)found[2]};
+    const uint8_t proven[2] = {1, 1};
+    TL_OK_(tl_kv_mgr_reset(m, NULL)); /* by its name alone it would still pass */
+    TL_OK_(tl_kv_mgr_find(m, names, 3, 0, found));
+    TL_EQ(found[0], -1);
+    KV_REFUSED(tl_kv_mgr_adopt_proven(m, a, 4, 0, ids, proven, &t), TL_EFORMAT);
+    TL_OK_(tl_kv_unref(p, ids[0]));
+    TL_OK_(tl_kv_unref(p, ids[1]));
+    /* imported under its names: there, but nothing proves what it is */
+    uint32_t arrived[2];
+    TL_OK_(tl_kv_evict(p, ids[0]));
+    TL_OK_(tl_kv_evict(p, ids[1]));
+    TL_OK_(tl_kv_mgr_import(m, buf, size, arrived));
+    TL_OK_(tl_kv_mgr_find(m, names, 3, 1, found));
+    TL_EQ(found[0], -1);
+    KV_REFUSED(tl_kv_mgr_adopt_proven(m, a, 4, 0, arrived, proven, &t), TL_EFORMAT);
+    TL_OK_(tl_kv_mgr_adopt(m, a, 4, 0, arrived, &t));
+    TL_OK_(tl_kv_mgr_find(m, names, 3, 1, found));
+    const uint32_t taken[2] = {(uint32_t)found[0], (uint32_t)found[2]};
+    TL_OK_(tl_kv_mgr_adopt_proven(m, a, 4, 0, taken, proven, &s));
+    TL_OK_(tl_kv_seq_free(m, s));
+    TL_OK_(tl_kv_seq_free(m, t));
+    TL_STATUS(tl_kv_mgr_find(NULL, names, 1, 0, found), TL_EINVAL);
+    TL_STATUS(tl_kv_mgr_find(m, NULL, 1, 0, found), TL_EINVAL);
+    TL_STATUS(tl_kv_mgr_find(m, names, 1, 0, NULL), TL_EINVAL);
+    TL_OK_(tl_kv_mgr_find(m, NULL, 0, 0, NULL));
+    TL_OK_(tl_kv_mgr_check(m));
+    mgr_end(m, p);
+}
+
 TL_TEST(adopt_takes_only_what_the_caller_holds_and_what_was_computed_from_these_tokens) {
     tl_kv_pool *p = kv_new(6, 2, 1, 1, 2);
     tl_kv_mgr *m = mgr_new(p, 0, 0);
@@ -555,8 +636,9 @@ TL_TEST(create_fails_cleanly) {
     tl_kv_mgr *m;
     for (uint32_t k = 1;; k++) {
         tl_count_fail_at(k);
-        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS, 0,          tl_kv_evict,
-                                       tl_kv_find,       tl_kv_refs, tl_kv_prefetch};
+        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS,    0,          tl_kv_evict,
+                                       tl_kv_find,          tl_kv_refs, tl_kv_prefetch,
+                                       tl_kv_import_private};
         const tl_status status = tl_kv_mgr_create(p, &opt, &m);
         tl_count_fail_at(0);
         if (status == TL_OK)

@@ -1008,6 +1008,10 @@ class Sequence:
         """The token ids: uint32 ``(n_tokens,)``, a copy."""
 
     @property
+    def block_tokens(self) -> int:
+        """Token positions in a block."""
+
+    @property
     def namespace(self) -> int:
         """The root hash it was allocated under; 0 by default."""
 
@@ -1327,13 +1331,17 @@ class BlockManager:
         Stats(free=8, used=0, cached=0, evictions=0)
         """
 
-    def import_(self, buffer: Buffer | NDArray[Any]) -> NDArray[numpy.uint32]:
+    def import_(self, buffer: Buffer | NDArray[Any], *, named: bool = True) -> NDArray[numpy.uint32]:
         """
         ``Pool.import_`` for a managed pool: uint32 ``(n,)``, blocks that the caller holds.
 
         They carry names but no proof of what was computed into them: nothing is findable before ``adopt``
         has seen the tokens. To drop them instead: ``mgr.pool.unref(ids)``. Where the tokens are at hand,
         ``import_sequence`` does it all, and checks more.
+
+        ``named=False`` leaves the names out as well. The blocks are then the caller's alone: nobody can find
+        one in the pool before ``adopt``, and one that is let go is free and not cached. That is for bytes from
+        a sender whose word for a name is no proof, while the tokens are still to come.
 
         Raises:
             CorruptEnvelope: the bytes break the format's rules.
@@ -1352,6 +1360,30 @@ class BlockManager:
         >>> b.can_allocate([1, 2, 3, 4, 9]).n_cached
         0
         >>> pools[1].unref(ids)
+        """
+
+    def find(self, hashes: Array, *, take: bool = False) -> NDArray[numpy.int64]:
+        """
+        The findable blocks of these names: int64 ``(n,)``, block ids, -1 where there is none.
+
+        ``hashes`` is a row, as ``block_hashes`` gives it. Only blocks in the prefix index count, those whose
+        content is proven; a block that merely carries a name (imported and not adopted, of before a reset) is
+        none, where ``pool.lookup`` would find it. Nothing is changed; with ``take`` each block found has one
+        more reference, to be given back with ``pool.unref`` or to ``adopt``. A name can be forged by whoever
+        chose the prompt, so what was taken by name has to be among ``adopt``'s ``proven``.
+
+        Raises:
+            InvalidArgument: a hash is no integer from 0 to 2**64 - 1, or the manager is closed.
+
+        Source: seed section 6 (L10.6).
+
+        >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+        >>> mgr = kvpool.BlockManager(pool)
+        >>> with mgr.allocate([1, 2, 3, 4, 5]) as seq:
+        ...     seq.commit()
+        >>> names = kvpool.block_hashes([1, 2, 3, 4, 9, 9, 9, 9], block_tokens=4)
+        >>> mgr.find(names)
+        array([ 0, -1])
         """
 
     def import_sequence(self, buffer: Buffer | NDArray[Any], tokens: Array, namespace: Int = 0) -> Sequence:
@@ -1431,7 +1463,7 @@ class BlockManager:
         kvpool.errors.InvalidArgument: load: tokens: other than the 5 ...
         """
 
-    def adopt(self, ids: Array, tokens: Array, namespace: Int = 0) -> Sequence:
+    def adopt(self, ids: Array, tokens: Array, namespace: Int = 0, *, proven: Array | None = None) -> Sequence:
         """
         A Sequence of blocks that the caller holds and whose K and V are computed.
 
@@ -1441,8 +1473,12 @@ class BlockManager:
         under the name that the tokens give it, or under none: then the tokens are taken on trust. Each
         block must hold at least as many positions as its tokens.
 
+        ``proven`` are positions in ``ids`` whose blocks were not brought by the caller but taken by name
+        (``find``): those must be findable as exactly this prefix, now. A forged name does not pass, nor a block
+        that nobody has proven, or that was reset since.
+
         Raises:
-            CorruptEnvelope: the blocks are not of these tokens, or not full enough.
+            CorruptEnvelope: the blocks are not of these tokens, not full enough, or not proven.
             InvalidArgument: nobody holds a block, a block is there twice, or their number is wrong.
             MemoryError: no memory for the sequence's table.
 

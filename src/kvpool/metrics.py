@@ -13,6 +13,14 @@ and with a manager, for rates over time and for alarms:
     tl_engine_kv_copies_total, tl_engine_kv_refused_total
     tl_engine_kv_sequences                             gauge
 
+and of transfers (``TransferCollector``):
+
+    tl_kv_transfer_bytes_total{direction="sent"|"received"}   counter  payload bytes
+    tl_kv_transfer_blocks_total{outcome="sent"|"deduped"}     counter  blocks with and without one
+    tl_kv_transfer_pushes_total{side, result="complete"|"failed"}
+    tl_kv_transfer_handles_total{result="claimed"|"released"|"expired"}
+    tl_kv_transfer_handles{state="pushing"|"pending"}, tl_kv_transfer_held_blocks     gauges
+
 Nothing runs between scrapes: a collector reads the two ``stats`` when Prometheus asks, which takes
 microseconds whatever the size of the pool.
 
@@ -37,7 +45,7 @@ except ImportError as error:  # pragma: no cover
 from ._stats import Stats
 from .errors import KvPoolError
 
-__all__ = ["KVCollector"]
+__all__ = ["KVCollector", "TransferCollector"]
 
 
 class _Pool(Protocol):
@@ -154,6 +162,101 @@ class KVCollector(Collector):
             yield self._counter(name, text, getattr(stats, field))
         for field, name, text in _GAUGES:
             yield self._gauge(name, text, getattr(stats, field))
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry then does not scrape in order to learn the names."""
+        return []
+
+
+class _Counted(Protocol):
+    @property
+    def stats(self) -> Any: ...
+
+
+class TransferCollector(Collector):
+    """Reads the ``stats`` of one side of a transfer at each scrape, or of both.
+
+    Args:
+        sender: a ``KvClient`` or ``AioKvClient``: the prefill side.
+        receiver: a ``KvReceiver``: the decode side.
+        labels: put on every sample.
+        registry: where to register; None leaves that to you.
+
+    ``tl_kv_transfer_blocks_total`` counts the sender's blocks where there is a sender, else the
+    receiver's: an engine that does both does not count a block of its own twice.
+
+    >>> import kvpool, kvpool.metrics, prometheus_client
+    >>> from kvpool.transfer import KvReceiver
+    >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=4)
+    >>> registry = prometheus_client.CollectorRegistry()
+    >>> receiver = KvReceiver(kvpool.BlockManager(pool))
+    >>> collector = kvpool.metrics.TransferCollector(receiver=receiver, registry=registry)
+    >>> registry.get_sample_value("tl_kv_transfer_bytes_total", {"direction": "received"})
+    0.0
+    """
+
+    def __init__(
+        self,
+        *,
+        sender: _Counted | None = None,
+        receiver: _Counted | None = None,
+        labels: Mapping[str, str] | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._sender, self._receiver = sender, receiver
+        labels = dict(labels or {})
+        self._names, self._values = list(labels), list(labels.values())
+        if registry is not None:
+            registry.register(self)
+
+    def _family(
+        self, kind: Any, name: str, text: str, samples: Iterable[tuple[Any, ...]], *names: str
+    ) -> Metric:
+        family: Metric = kind(name, text, labels=[*self._names, *names])
+        for *values, value in samples:
+            family.add_metric([*self._values, *values], value)  # type: ignore[attr-defined]
+        return family
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape; called by the registry."""
+        sides = {
+            name: side.stats
+            for name, side in (("prefill", self._sender), ("decode", self._receiver))
+            if side is not None
+        }
+        if not sides:
+            return
+        direction = {"prefill": "sent", "decode": "received"}
+        yield self._family(
+            CounterMetricFamily, "tl_kv_transfer_bytes", "Bytes of envelopes moved",
+            [(direction[name], stats.bytes) for name, stats in sides.items()], "direction",
+        )  # fmt: skip
+        stats = next(iter(sides.values()))
+        yield self._family(
+            CounterMetricFamily, "tl_kv_transfer_blocks", "Blocks with a payload, and by name",
+            [("sent", stats.blocks_sent), ("deduped", stats.blocks_deduped)], "outcome",
+        )  # fmt: skip
+        yield self._family(
+            CounterMetricFamily, "tl_kv_transfer_pushes", "Pushes that ended",
+            [(name, *pair) for name, stats in sides.items()
+             for pair in (("complete", stats.pushes), ("failed", stats.failed))],
+            "side", "result",
+        )  # fmt: skip
+        if self._receiver is None:
+            return
+        stats = sides["decode"]
+        yield self._family(
+            CounterMetricFamily, "tl_kv_transfer_handles", "Handles that ended",
+            [(name, getattr(stats, name)) for name in ("claimed", "released", "expired")], "result",
+        )  # fmt: skip
+        yield self._family(
+            GaugeMetricFamily, "tl_kv_transfer_handles", "Handles that are held",
+            [("pushing", stats.n_pushing), ("pending", stats.n_pending)], "state",
+        )  # fmt: skip
+        yield self._family(
+            GaugeMetricFamily, "tl_kv_transfer_held_blocks", "Blocks that handles hold",
+            [(stats.held_blocks,)],
+        )  # fmt: skip
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the registry then does not scrape in order to learn the names."""

@@ -117,6 +117,14 @@ typedef struct {
 TL_API tl_status tl_kv_block_hashes_batch(const tl_kv_prompt *prompts, size_t n,
                                           uint32_t block_tokens);
 
+/*
+ * tl_kv_import that registers nothing: every block arrives private, whatever names the envelope
+ * gives. For bytes from a sender whose word is not proof: a block under a name can be taken by
+ * others, and keeps it when it is let go. Statuses and effects otherwise as tl_kv_import.
+ */
+TL_API tl_status tl_kv_import_private(tl_kv_pool *p, const void *buf, size_t len,
+                                      uint32_t *ids_out);
+
 /* ---- the wire without one large buffer ----------------------------------------------------- */
 
 /*

@@ -70,6 +70,8 @@ typedef struct {
     int (*find)(const tl_kv_pool *p, uint64_t hash, uint32_t *id);
     uint32_t (*refs)(const tl_kv_pool *p, uint32_t id);
     void (*prefetch)(const tl_kv_pool *p, uint64_t hash, int near);
+    /* tl_kv_import_private. Without: tl_kv_mgr_import_private is TL_EUNSUPPORTED. */
+    tl_status (*import_private)(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids_out);
 } tl_kv_mgr_options;
 
 /*
@@ -240,6 +242,22 @@ TL_API tl_status tl_kv_mgr_evict(tl_kv_mgr *m, const uint32_t *ids, size_t n);
  */
 TL_API tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uint32_t *ids_out);
 
+/* The same, and the blocks have no names either: nobody else can take one before it is adopted, and
+ * a block that is let go is free and not cached. TL_EUNSUPPORTED: the manager was given no
+ * import_private. */
+TL_API tl_status tl_kv_mgr_import_private(tl_kv_mgr *m, const void *buf, size_t len,
+                                          uint32_t *ids_out);
+
+/*
+ * The findable blocks of these names: ids_out[i] is the block, or -1. A block that only has the
+ * name, with no proof behind it, is none. take not 0: with a reference on each, as lookup gives it.
+ * Otherwise nothing changes; without the manager's `find` the LRU order does, as by a use.
+ * A name can be forged: what is taken by name has to be proven by adopt_proven before it is used.
+ * TL_EINVAL: m, hashes or ids_out NULL (with n > 0). O(n).
+ */
+TL_API tl_status tl_kv_mgr_find(tl_kv_mgr *m, const uint64_t *hashes, size_t n, int take,
+                                int64_t *ids_out);
+
 /*
  * Makes a sequence of blocks that the caller holds and whose K and V are computed: n tokens over
  * ids[0 .. ceil(n / B) - 1] (from import, or taken by hash). The caller's references become the
@@ -251,6 +269,14 @@ TL_API tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uin
  */
 TL_API tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t root,
                                  const uint32_t *ids, tl_kv_seq *out);
+
+/*
+ * adopt, where proven[i] not 0 says that block i was not brought by the caller but taken by its
+ * name: it must be findable as exactly this prefix, now, TL_EFORMAT otherwise. So a forged name
+ * does not pass, nor a block that was reset or that nobody has proven. proven NULL: none.
+ */
+TL_API tl_status tl_kv_mgr_adopt_proven(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t root,
+                                        const uint32_t *ids, const uint8_t *proven, tl_kv_seq *out);
 
 /* ---- events -------------------------------------------------------------------------------- */
 

@@ -419,12 +419,11 @@ tl_status tl_kv_mgr_evict(tl_kv_mgr *m, const uint32_t *ids, size_t n) {
 
 /* ---- import -------------------------------------------------------------------------------- */
 
-tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uint32_t *ids_out) {
-    if (m == NULL) {
-        return tl_fail(TL_EINVAL, "tl_kv_mgr_import: m is NULL");
-    }
+static tl_status import_with(tl_kv_mgr *m,
+                             tl_status (*import)(tl_kv_pool *, const void *, size_t, uint32_t *),
+                             const void *buf, size_t len, uint32_t *ids_out) {
     mgr_notice_evictions(m);
-    const tl_status status = tl_kv_import(m->pool, buf, len, ids_out);
+    const tl_status status = import(m->pool, buf, len, ids_out);
     if (status == TL_OK) {
         /* The count follows from the length, which import has compared with the header. The header
          * is not read again: the buffer may be memory that somebody else writes. */
@@ -432,6 +431,25 @@ tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uint32_t *
         taken(m, ids_out, (len - TL_KV_ENVELOPE_HEADER - 4) / record);
     }
     return status;
+}
+
+tl_status tl_kv_mgr_import(tl_kv_mgr *m, const void *buf, size_t len, uint32_t *ids_out) {
+    if (m == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_mgr_import: m is NULL");
+    }
+    return import_with(m, tl_kv_import, buf, len, ids_out);
+}
+
+tl_status tl_kv_mgr_import_private(tl_kv_mgr *m, const void *buf, size_t len, uint32_t *ids_out) {
+    if (m == NULL) {
+        return tl_fail(TL_EINVAL, "tl_kv_mgr_import_private: m is NULL");
+    }
+    if (m->opt.import_private == NULL) {
+        return tl_fail(
+            TL_EUNSUPPORTED,
+            "tl_kv_mgr_import_private: the manager was given no import_private function");
+    }
+    return import_with(m, m->opt.import_private, buf, len, ids_out);
 }
 
 /* ---- the checker --------------------------------------------------------------------------- */

@@ -91,6 +91,24 @@ tl_status tl_kv_evict(tl_kv_pool *p, uint32_t id) {
     return TL_OK;
 }
 
+tl_status tl_kv_import_private(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids_out) {
+    const tl_status status = tl_kv_import(p, buf, len, ids_out);
+    if (status != TL_OK) {
+        return status;
+    }
+    /* The count follows from the length, which import has compared with the header. An import takes
+     * no name from a holder, so without the new ones the index has what it had. */
+    const size_t n = (len - TL_KV_ENVELOPE_HEADER - 4) / (12 + p->block_bytes);
+    for (size_t i = 0; i < n; i++) {
+        tl_kv_block *b = &p->blocks[ids_out[i]];
+        if (b->hash != 0) {
+            (void)tl_map_del(p->index, b->hash);
+            b->hash = 0;
+        }
+    }
+    return TL_OK;
+}
+
 /* ---- batches ------------------------------------------------------------------------------- */
 
 static int usable(const tl_kv_pool *p, const uint32_t *ids, size_t n, const char *who) {

@@ -838,6 +838,36 @@ tl_status tl_kv_seq_free(tl_kv_mgr *m, tl_kv_seq seq) {
 
 #define SEEN 0x80000000u /* on a record's holders: the id has been in this list */
 
+/* ---- blocks by name ------------------------------------------------------------------------ */
+
+tl_status tl_kv_mgr_find(tl_kv_mgr *m, const uint64_t *hashes, size_t n, int take,
+                         int64_t *ids_out) {
+    static const char who[] = "tl_kv_mgr_find";
+    if (m == NULL || (n > 0 && (hashes == NULL || ids_out == NULL))) {
+        return tl_fail(TL_EINVAL, "%s: %s is NULL", who,
+                       m == NULL        ? "m"
+                       : hashes == NULL ? "hashes"
+                                        : "ids_out");
+    }
+    mgr_notice_evictions(m);
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t id = hashes[i] == 0 ? NO_BLOCK : holder_of(m, hashes[i]);
+        const int findable =
+            id != NO_BLOCK && m->ns_of[id] != NS_NONE && m->records[id].name == hashes[i];
+        ids_out[i] = findable ? (int64_t)id : -1;
+        uint32_t same;
+        if (findable && take && tl_kv_lookup(m->pool, hashes[i], &same) != TL_OK) {
+            while (i-- > 0) { /* the last reference a block can have is taken: undo */
+                if (ids_out[i] >= 0) {
+                    (void)tl_kv_unref(m->pool, (uint32_t)ids_out[i]);
+                }
+            }
+            return TL_EINVAL;
+        }
+    }
+    return TL_OK;
+}
+
 /* ---- adopt --------------------------------------------------------------------------------- */
 
 /* Whether anybody holds block id: a reference can be added only then, and is taken back. */
@@ -848,7 +878,7 @@ static int is_held(tl_kv_mgr *m, uint32_t id) {
 
 /* Whether block i of an adopted sequence can be what its tokens say, and what is wrong if not. */
 static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *ids, size_t i,
-                               const char *who) {
+                               int proven, const char *who) {
     const size_t B = m->block_tokens;
     const uint32_t id = ids[i];
     const int full = i < s->n_tokens / B;
@@ -872,6 +902,11 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
                        "%s: ids[%zu] is block %" PRIu32 ", which was computed from other tokens",
                        who, i, id);
     }
+    if (proven && (!full || !has_prefix_cache(m) || m->ns_of[id] == NS_NONE)) {
+        return tl_fail(TL_EFORMAT,
+                       "%s: ids[%zu] is block %" PRIu32 ", which nothing proves to be these tokens",
+                       who, i, id);
+    }
     if (tl_kv_fill(m->pool, id) < wanted) {
         return tl_fail(TL_EFORMAT,
                        "%s: ids[%zu] is block %" PRIu32 " with %" PRIu32
@@ -890,6 +925,11 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
 
 tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t root,
                           const uint32_t *ids, tl_kv_seq *out) {
+    return tl_kv_mgr_adopt_proven(m, toks, n, root, ids, NULL, out);
+}
+
+tl_status tl_kv_mgr_adopt_proven(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t root,
+                                 const uint32_t *ids, const uint8_t *proven, tl_kv_seq *out) {
     static const char who[] = "tl_kv_mgr_adopt";
     if (out == NULL) {
         return tl_fail(TL_EINVAL, "%s: out is NULL", who);
@@ -910,7 +950,7 @@ tl_status tl_kv_mgr_adopt(tl_kv_mgr *m, const uint32_t *toks, size_t n, uint64_t
     }
     size_t ok = 0;
     for (; ok < p.n_blocks && status == TL_OK; ok++) {
-        status = check_adopted(m, s, ids, ok, who);
+        status = check_adopted(m, s, ids, ok, proven != NULL && proven[ok], who);
         if (status != TL_OK) {
             break;
         }
