@@ -956,6 +956,32 @@ class Sequence:
         ([168, 144], True)
         """
 
+    def export_block(self, index: Int, *, before: Buffer = b'', after: Buffer = b'') -> bytes:
+        """
+        The envelope of one computed block, between other bytes: bytes.
+
+        ``index`` counts the sequence's blocks from 0. The result is ``before``, an envelope with n_blocks 1,
+        and ``after``: a message of a framing around envelopes is made with one copy of the values. As in
+        ``export``, the last block holds only what this sequence has computed of it. The GIL is released for
+        large ones.
+
+        Raises:
+            InvalidArgument: nothing of that block is computed, or the sequence is freed.
+            MemoryError: no memory for the bytes.
+
+        Source: seed sections 2.4 and 6 (L10.6); formats/kv-block.md.
+
+        >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+        >>> mgr = kvpool.BlockManager(pool)
+        >>> seq = mgr.allocate([1, 2, 3, 4, 5])
+        >>> seq.commit()
+        >>> seq.export_block(1) == pool.export(seq.blocks[1:])
+        True
+        >>> seq.export_block(1, before=b"<", after=b">")[:5]
+        b'<TLKV'
+        >>> seq.free()
+        """
+
     def save(self, path: str | PathLike[str]) -> None:
         """
         Writes the computed tokens' K and V to a file, for ``BlockManager.load``.

@@ -154,6 +154,14 @@ CALLS: dict[str, tuple[Callable[[World], object], type[Exception], str]] = {
     "adopt range": (lambda w: w.mgr.adopt([16], [1]), VALUE, "block 16"),
     "adopt twice": (
         lambda w: w.mgr.adopt([w.held[0]] * 2, range(8)), VALUE, r"ids\[1\].*once more"),
+    "adopt proven": (lambda w: w.mgr.adopt([3], [1], proven=[1]), VALUE, r"proven\[0\]: expected"),
+    "adopt proven bools": (lambda w: w.mgr.adopt([3], [1], proven=[True]), TYPE, "proven"),
+    "import_ named": (lambda w: w.mgr.import_(b"", named=1), TYPE, "named"),
+    "find one": (lambda w: w.mgr.find(3), TYPE, "hashes: expected a list"),
+    "find negative": (lambda w: w.mgr.find([-1]), VALUE, r"hashes\[0\]"),
+    "find take": (lambda w: w.mgr.find([1], take=1), TYPE, "take"),
+    "export_block": (lambda w: w.a.export_block(9), VALUE, "index 9"),
+    "export_block before": (lambda w: w.a.export_block(0, before="x"), TYPE, "before"),
     "adopt one id": (lambda w: w.mgr.adopt(3, [1]), TYPE, "ids: expected a list"),
     "import text": (lambda w: w.mgr.import_("x"), TYPE, "buffer: expected bytes"),
     "import strided": (lambda w: w.mgr.import_(np.zeros(9)[::2]), VALUE, "C-contiguous"),
@@ -194,6 +202,7 @@ FREED: dict[str, Callable[[kvpool.Sequence], object]] = {
     "pin": lambda s: s.pin(1),
     "slot_mapping": lambda s: s.slot_mapping(),
     "export": lambda s: s.export(),
+    "export_block": lambda s: s.export_block(0),
     "export_iter": lambda s: s.export_iter(),
     "save": lambda s: s.save("never written"),
     "n_tokens": lambda s: s.n_tokens,
@@ -234,6 +243,7 @@ CLOSED: dict[str, Callable[[World], object]] = {
     "reset": lambda w: w.mgr.reset(),
     "evict": lambda w: w.mgr.evict(0),
     "adopt": lambda w: w.mgr.adopt([0], [1]),
+    "find": lambda w: w.mgr.find([1]),
     "import_": lambda w: w.mgr.import_(b""),
     "import_sequence": lambda w: w.mgr.import_sequence(b"", []),
     "load": lambda w: w.mgr.load("never read", []),
@@ -263,7 +273,7 @@ def test_the_lists_of_operations_are_complete() -> None:
     public = {n for n in dir(kvpool.BlockManager) if not n.startswith("_")}
     assert public - {"close", "closed", "pool", "prefix_cache", "watermark"} == set(CLOSED)
     public = {n for n in dir(kvpool.Sequence) if not n.startswith("_")}
-    assert public - {"namespace", "is_freed"} == set(FREED) - {"len", "commit some"}
+    assert public - {"namespace", "is_freed", "block_tokens"} == set(FREED) - {"len", "commit some"}
 
 
 @pytest.mark.parametrize(

@@ -853,7 +853,7 @@ tl_status tl_kv_mgr_find(tl_kv_mgr *m, const uint64_t *hashes, size_t n, int tak
     for (size_t i = 0; i < n; i++) {
         const uint32_t id = hashes[i] == 0 ? NO_BLOCK : holder_of(m, hashes[i]);
         const int findable =
-            id != NO_BLOCK && m->ns_of[id] != NS_NONE && m->records[id].name == hashes[i];
+            id != NO_BLOCK && m->records[id].ns != NS_NONE && m->records[id].name == hashes[i];
         ids_out[i] = findable ? (int64_t)id : -1;
         uint32_t same;
         if (findable && take && tl_kv_lookup(m->pool, hashes[i], &same) != TL_OK) {
@@ -902,7 +902,7 @@ static tl_status check_adopted(tl_kv_mgr *m, const tl_slot *s, const uint32_t *i
                        "%s: ids[%zu] is block %" PRIu32 ", which was computed from other tokens",
                        who, i, id);
     }
-    if (proven && (!full || !has_prefix_cache(m) || m->ns_of[id] == NS_NONE)) {
+    if (proven && (!full || !has_prefix_cache(m) || m->records[id].ns == NS_NONE)) {
         return tl_fail(TL_EFORMAT,
                        "%s: ids[%zu] is block %" PRIu32 ", which nothing proves to be these tokens",
                        who, i, id);
