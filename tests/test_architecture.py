@@ -39,7 +39,8 @@ PY_MAY_USE = {
 }
 # Heavy or optional packages are imported only inside the part that needs them.
 HEAVY = {
-    "torch", "transformers", "grpc", "grpc_health", "google", "redis", "gguf", "tokenizers", "jinja2", "rich", "zmq",
+    "torch", "transformers", "grpc", "grpc_health", "google", "redis", "gguf", "tokenizers",
+    "jinja2", "rich", "zmq",
     "msgspec", "prometheus_client", "matplotlib",
 }  # fmt: skip
 LIGHT = {"", "workbench", "cli"}
