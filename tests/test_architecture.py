@@ -32,6 +32,7 @@ PY_MAY_USE = {
     "engine": {"", "engine"},
     "events": {"", "events"},
     "tiers": {"", "wire", "tiers"},
+    "transfer": {"", "transfer"},
     "wire": {"", "wire"},
     "replay": {"", "replay"},
     "workbench": {"", "workbench"},
