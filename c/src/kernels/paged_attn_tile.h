@@ -65,9 +65,18 @@ FN vec exp2_(vec x) {
     return below(x, -126.0f, mul(p, pow2(n)));
 }
 
-FN void ask_for(const uint16_t *p, size_t n) {
-    for (size_t d = 0; d < n; d += 32) { /* a cache line */
-        __builtin_prefetch(p + d);
+/* Asks for the next lines of what comes next, into the second-level cache: the first has room for
+ * too few requests at a time to keep the memory busy. */
+FN void ask(tl_attn_ahead *a, uint32_t lines) {
+    while (lines-- > 0) {
+        if (a->now.at >= a->now.end) {
+            if (a->next == a->n) {
+                return;
+            }
+            a->now = a->regions[a->next++];
+        }
+        __builtin_prefetch(a->now.at, 0, 2);
+        a->now.at += TL_ATTN_LINE;
     }
 }
 
@@ -77,18 +86,18 @@ FN void dots(const tl_attn_group *g, float (*s)[TL_ATTN_TILE], const uint32_t ke
              const uint32_t queries) {
     const size_t D = g->head_dim, whole = D - D % LANES;
     for (uint32_t j = g->first & ~(TL_ATTN_ALIGN - 1); j < g->end; j += keys) {
-        const uint16_t *const *rows = g->rows + j;
-        if (g->prefetch) {
-            for (uint32_t k = 0; k < keys; k++) {
-                ask_for(rows[k] + g->v, D);
-                ask_for(rows[k + TL_ATTN_AHEAD], D);
-            }
+        const uint16_t *rows[8];
+        UNROLL for (uint32_t i = 0; i < keys; i++) {
+            rows[i] = g->rows[j + i] + g->k;
         }
         vec sums[MAX_SUMS];
         UNROLL for (uint32_t i = 0; i < keys * queries; i++) {
             sums[i] = zero();
         }
         for (size_t d = 0; d < whole; d += LANES) {
+            if (g->ahead != NULL && d % 32 == 0) {
+                ask(g->ahead, keys * g->ahead->rate);
+            }
             vec k[8];
             UNROLL for (uint32_t i = 0; i < keys; i++) {
                 k[i] = load16(rows[i] + d);
@@ -210,6 +219,9 @@ FN void mix_chunks(const tl_attn_group *g, const tl_attn_weights *w, size_t d, f
     }
     for (uint32_t j = from; j < to; j++) {
         const uint16_t *v = g->rows[j] + g->v + d;
+        if (g->ahead != NULL && d % 32 == 0) {
+            ask(g->ahead, (chunks * LANES > 32 ? chunks * LANES / 32 : 1) * g->ahead->rate);
+        }
         vec x[MAX_SUMS];
         UNROLL for (uint32_t c = 0; c < chunks; c++) {
             x[c] = part ? load16_part(v, part) : load16(v + c * LANES);
