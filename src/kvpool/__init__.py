@@ -37,6 +37,7 @@ from .errors import (
     InvalidArgument,
     KvPoolError,
     NotFound,
+    OutOfBlocks,
     PoolFull,
     ShapeMismatch,
     StorageError,
@@ -44,6 +45,7 @@ from .errors import (
     Unsupported,
 )
 from .namespaces import namespace
+from .paged_cache import PagedKVCache
 
 __version__ = "0.1.0"
 
@@ -60,6 +62,8 @@ __all__ = [
     "KvPoolError",
     "ManagerStats",
     "NotFound",
+    "OutOfBlocks",
+    "PagedKVCache",
     "Pool",
     "PoolFull",
     "Sequence",

@@ -1,8 +1,8 @@
 """Attention that reads K and V where they lie: in a pool's blocks, through block tables.
 
-``paged_decode`` takes one query for each of many sequences, ``paged_prefill`` many of one. Both read
-float16 from the slab without a copy and compute in float32, and a row's bits depend on nothing but
-what it attends to: not on the batch, chunks, threads or the block size (docs/attention.md).
+``paged_decode`` takes one query for each of many sequences, ``paged_prefill`` many of one. Both
+read float16 from the slab without a copy and compute in float32, and a row's bits depend on nothing
+but what it attends to: not on the batch, chunks, threads or the block size (docs/attention.md).
 
 >>> import kvpool, numpy as np
 >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=2, n_kv_heads=1, head_dim=8)

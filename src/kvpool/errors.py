@@ -6,6 +6,7 @@
      +-- ShapeMismatch (ValueError)          TL_ESHAPE       an envelope made for another pool
      +-- DtypeMismatch (TypeError)           TL_EDTYPE       element types disagree
      +-- PoolFull                            TL_EFULL        not enough blocks; nothing was taken
+     |    +-- OutOfBlocks                                    the same, of PagedKVCache
      +-- NotFound (KeyError)                 TL_ENOTFOUND    (a lookup that misses returns None)
      +-- CorruptEnvelope (ValueError)        TL_EFORMAT      bytes that break the format's rules
      +-- Busy                                TL_EBUSY        a second manager (register: False)
@@ -31,6 +32,7 @@ __all__ = [
     "InvalidArgument",
     "KvPoolError",
     "NotFound",
+    "OutOfBlocks",
     "PoolFull",
     "ShapeMismatch",
     "StorageError",
@@ -92,6 +94,10 @@ class PoolFull(KvPoolError):
     Traceback (most recent call last):
     kvpool.errors.PoolFull: tl_kv_alloc: 3 blocks needed, 2 are free and 0 cached
     """
+
+
+class OutOfBlocks(PoolFull):
+    """A ``PagedKVCache`` needs more blocks than the pool can give; nothing has changed."""
 
 
 class NotFound(KvPoolError, KeyError):

@@ -78,7 +78,7 @@ def test_the_catalogue_has_the_twenty_tests_and_the_pitfalls(ol_json: OlJson, ol
     ("words", "said"),
     [
         (["check", "rt.05"], "no module rt.05"),
-        (["check", "L8.3"], "later"),
+        (["diff", "L8.3"], "no file of its own"),
         (["parity", "kv.wire.v2"], "no suite kv.wire.v2"),
         (["parity", "kv.wire.v1", "--read"], "--driver"),
         (["tdd", "blue", "rt.04"], "blue"),

@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from . import cache_check, check_report, parity, tdd
 from . import check as checking
-from . import check_report, parity, tdd
 from .assets import MODULE, POOL_C, find_assets
+from .cache_check import CACHE_MODULE
+from .cache_suite import TESTS as CACHE_TESTS
 from .catalog import read_catalog
 from .mutation import load_manifest
 from .screen import Screen
@@ -24,7 +26,8 @@ __all__ = ["main"]
 
 _DESCRIPTION = """\
 Works through the chapter rt.04, the paged KV block pool: makes a workspace, checks what you write
-in it, grades your tests, compares your envelopes with the golden ones.
+in it, grades your tests, compares your envelopes with the golden ones. L8.3, the paged cache, is
+checked over the pool you wrote.
 
 The exit code is the verdict: 0 yes, 1 no, 2 a wrong command line, 3 no verdict possible (there is
 no compiler, say)."""
@@ -65,7 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         "check", "build your kv_pool.c, run the 20 tests, grade your own", _check, place, sanitize
     )
     check.add_argument("module")
-    check.add_argument("--only", choices=["pool", "tests"], help="one half of the check")
+    check.add_argument("--only", choices=["pool", "tests"], help="one half of the check of rt.04")
+    check.add_argument(
+        "--ref-deps", action="store_true", help="L8.3 over the reference's pool, not over yours"
+    )
     suite = add("parity", "compare envelopes with the golden ones", _parity, place)
     suite.add_argument("suite")
     suite.add_argument(
@@ -86,12 +92,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _need_module(name: str) -> None:
+    if name == CACHE_MODULE:
+        raise UsageError(
+            f"{CACHE_MODULE} has no file of its own; it is checked over the pool of {MODULE}: "
+            f"ol check {CACHE_MODULE}"
+        )
     if name != MODULE:
         raise UsageError(
-            f"{name} is not in this version of the workbench, which has {MODULE} (the pool in C); "
-            "L8.3 comes with a later one"
-            if name == "L8.3"
-            else f"there is no module {name}; this version of the workbench has {MODULE}"
+            f"there is no module {name}; this version of the workbench has {MODULE} and "
+            f"{CACHE_MODULE}"
         )
 
 
@@ -124,6 +133,8 @@ def _go_to(folder: Path) -> str:
 
 
 def _tests(args: argparse.Namespace, screen: Screen) -> int:
+    if args.module == CACHE_MODULE:
+        return _cache_tests(screen)
     _need_module(args.module)
     assets = find_assets()
     entries = read_catalog(assets.chapter_test)
@@ -146,6 +157,13 @@ def _tests(args: argparse.Namespace, screen: Screen) -> int:
     return EXIT_OK
 
 
+def _cache_tests(screen: Screen) -> int:
+    entries = [{"name": name, "checks": cache_check.about(name)} for name in CACHE_TESTS]
+    screen.table(["test", "what it checks"], [list(entry.values()) for entry in entries])
+    screen.result({"command": "tests", "module": CACHE_MODULE, "tests": entries})
+    return EXIT_OK
+
+
 def _toolchain(args: argparse.Namespace, scratch: Path, workspace: Workspace) -> Toolchain:
     """The compiler, with objects kept from one check to the next."""
     cache = cache_folder(workspace)
@@ -155,8 +173,39 @@ def _toolchain(args: argparse.Namespace, scratch: Path, workspace: Workspace) ->
     return chain
 
 
+def _check_cache(args: argparse.Namespace, screen: Screen) -> int:
+    if args.only is not None:
+        raise UsageError(f"--only belongs to {MODULE}")
+    workspace = Workspace.at(args.dir)
+    if not args.ref_deps and (workspace is None or not workspace.has_passed()):
+        screen.line(cache_check.NEEDS_POOL, "bad")
+        screen.result(
+            {
+                "command": "check",
+                "module": CACHE_MODULE,
+                "passed": False,
+                "needs": MODULE,
+                "error": cache_check.NEEDS_POOL,
+            }
+        )
+        return EXIT_FAILED
+    with tempfile.TemporaryDirectory(prefix="ol-") as folder:
+        scratch, pool = Path(folder), None
+        if not args.ref_deps:
+            assert workspace is not None
+            pool = cache_check.OwnSource(_toolchain(args, scratch, workspace), workspace)
+        found = cache_check.check_cache(pool, scratch, screen)
+    cache_check.report_cache(found, screen)
+    screen.result(cache_check.cache_as_json(found))
+    return EXIT_OK if found.passed else EXIT_FAILED
+
+
 def _check(args: argparse.Namespace, screen: Screen) -> int:
+    if args.module == CACHE_MODULE:
+        return _check_cache(args, screen)
     _need_module(args.module)
+    if args.ref_deps:
+        raise UsageError(f"--ref-deps belongs to {CACHE_MODULE}; {MODULE} needs no other module")
     assets, workspace = find_assets(), Workspace.find(args.dir)
     with tempfile.TemporaryDirectory(prefix="ol-") as folder:
         scratch = Path(folder)

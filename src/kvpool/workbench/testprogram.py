@@ -16,7 +16,7 @@ from .process import Finished, run
 __all__ = ["Failure", "Outcome", "TestRun", "run_tests"]
 
 _VERDICT = re.compile(r"^(ok  |FAIL|skip) (\w+) \(([\d.]+) ms\)$")
-_CHECK = re.compile(r"^(?P<file>\S*?)(?P<name>[\w.-]+\.[ch]):(?P<line>\d+): (?P<text>.*)$")
+_CHECK = re.compile(r"^(?P<file>\S*?)(?P<name>[\w.-]+\.(?:[ch]|py)):(?P<line>\d+): (?P<text>.*)$")
 _ASAN = re.compile(r"ERROR: AddressSanitizer:? (.*)")
 _UBSAN = re.compile(r"^(?P<file>\S+):(?P<line>\d+):\d+: runtime error: (?P<text>.*)$")
 _FRAME = re.compile(r"^\s*#\d+ 0x[0-9a-f]+ in (?P<function>\S+) (?P<file>\S+?):(?P<line>\d+)")
@@ -118,7 +118,7 @@ class TestRun:
 
 
 def run_tests(
-    program: Path,
+    program: Path | Sequence[str | Path],
     *,
     expected: Sequence[str] | None = None,
     names: Sequence[str] = (),
@@ -130,13 +130,16 @@ def run_tests(
 ) -> TestRun:
     """Runs the program's tests, or the named ones, each in a process of its own.
 
+    ``program`` is a file, or a command.
+
     ``expected`` are the names that have to appear (by default what ``--list`` says); those that do
     not, because the program died or ran out of time first, end up in ``missing``. After
     ``MAX_TIMEOUTS`` tests without an end the rest is not run.
     """
     found = TestRun()
+    start = [program] if isinstance(program, Path) else list(program)
     if expected is None:
-        listed = run([program, "--list"], timeout_s=20, env=env)
+        listed = run([*start, "--list"], timeout_s=20, env=env)
         if listed.code != 0:
             found.ended = listed
             return found
@@ -159,7 +162,7 @@ def run_tests(
         return sum(test.hung for test in found.tests) >= MAX_TIMEOUTS
 
     options = ["--isolate", "--timeout", str(test_limit_s)] if isolate else []
-    command: list[str | Path] = [program, *options, *names]
+    command = [*start, *options, *names]
     found.ended = run(command, timeout_s=limit_s, merge=True, env=env, on_line=see)
     seen = {test.name for test in found.tests}
     found.missing = [name for name in expected if name not in seen]
