@@ -13,18 +13,20 @@ from collections import Counter
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._stats import Stats
 from .errors import ArgumentTypeError, InvalidArgument, OutOfBlocks, PoolFull
 
-__all__ = ["BlockPool", "PagedKVCache"]
+if TYPE_CHECKING:  # numpy.typing takes a while to import
+    from numpy.typing import NDArray
 
-Half = NDArray[np.float16]
-Floats = NDArray[np.floating[Any]]
+    Half = NDArray[np.float16]
+    Floats = NDArray[np.floating[Any]]
+
+__all__ = ["BlockPool", "PagedKVCache"]
 
 
 class Planes(Protocol):

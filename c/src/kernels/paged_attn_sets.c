@@ -494,7 +494,7 @@ void tl_attn_run(const tl_attn_problem *pr, tl_pool *tp) {
                 cut_heads(pr, &c, parts(c.kv_heads, 2));
             }
             tiles *= (double)(c.kv_parts * c.head_parts);
-            do_waves(pr, &c, tp, fmax(1, tiles / wanted));
+            do_waves(pr, &c, tp, tiles > wanted ? tiles / wanted : 1);
             tl_pool_leave(tp);
             return;
         }
