@@ -7,6 +7,7 @@
 #   make bench    microbenchmarks in C and Python; JSON under build/bench/
 #   make bench-bytes   CRC, hash, export and import against their peers
 #   make bench-transfer   pushes over loopback against a bare gRPC stream
+#   make bench-files   envelopes to and from a file, against cat
 #   make bench-peers   the block manager against other engines', on a trace
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
@@ -30,8 +31,8 @@ SOURCES := pyproject.toml CMakeLists.txt \
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
-.PHONY: run test test-c test-py check bench bench-bytes bench-peers bench-transfer mutants parity asan \
-	fuzz soak soak-transfer arch clean system-packages help
+.PHONY: run test test-c test-py check bench bench-bytes bench-files bench-peers bench-transfer mutants parity \
+	asan fuzz soak soak-transfer arch clean system-packages help
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -177,6 +178,12 @@ bench-bytes: build/c-bench/made
 bench-transfer: $(VENV)/tools
 	mkdir -p build/bench
 	$(BIN)/python benchmarks/bench_transfer.py --json build/bench/transfer.json
+
+# Envelopes to and from a file, large blocks and small ones, against cat of the same bytes.
+bench-files: $(VENV)/tools
+	mkdir -p build/bench
+	$(BIN)/python benchmarks/bench_wire_files.py --json build/bench/files.json
+	$(BIN)/python benchmarks/bench_wire_files.py --block-mib 0.016 --json build/bench/files-small.json
 
 # Other engines' block managers, from their own wheels, on a trace: TRACE=path/to/conversation.jsonl
 TRACE ?= ../shared/traces/conversation.jsonl
