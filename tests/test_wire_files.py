@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 
 import kvpool
 from kvpool.wire import EnvelopeFile, StreamReader, files, write_file
+from kvpool.wire import session as wire_session
 from pool_support import ENVELOPE
 
 FORMATS = Path(__file__).resolve().parent.parent / "formats"
@@ -403,17 +405,23 @@ def test_a_file_that_changes_between_the_readings_gives_everything_back(
 ) -> None:
     path = tmp_path / "s"
     session(path)
-    stream = EnvelopeFile.stream
+    fill = wire_session._fill
 
-    def change(self: EnvelopeFile) -> object:
+    def flip() -> None:
         with open(path, "r+b") as file:
             file.seek(200)
             file.write(b"\xff")
-        return stream(self)
 
-    monkeypatch.setattr(EnvelopeFile, "stream", change)
-    with pytest.raises(kvpool.StorageError, match="changed while it was read"):
-        manager.load(path, TOKENS, namespace=ROOT)
+    for damage in (flip, lambda: os.truncate(path, 300)):
+
+        def fill_later(*args: object, damage: Callable[[], None] = damage) -> None:
+            damage()
+            fill(*args)
+
+        monkeypatch.setattr(wire_session, "_fill", fill_later)
+        with pytest.raises(kvpool.StorageError, match="changed while it was read"):
+            manager.load(path, TOKENS, namespace=ROOT)
+        session(path)
     assert manager.pool.stats == (8, 0, 0, 0)
     assert manager.stats.n_seqs == 0
     assert manager.can_allocate(TOKENS, namespace=ROOT).n_cached == 0

@@ -20,18 +20,20 @@ from kvpool import (
     Sequence,
     StorageError,
     block_hashes,
+    crc32c,
 )
 from kvpool._core import EnvelopeHeader
 
-from .envelope import TRAILER_BYTES
+from .envelope import HEADER_BYTES, RECORD_BYTES, TRAILER_BYTES
 from .files import EnvelopeFile, new_file, writev_all
 from .seal import SEAL_BYTES, Seal, token_digests
-from .stream import StreamReader
 
 if TYPE_CHECKING:
     from .files import Path
 
 __all__ = ["load", "save"]
+
+_CHUNK = 1 << 20
 
 
 def save(seq: Sequence, path: Path) -> None:
@@ -48,7 +50,7 @@ def save(seq: Sequence, path: Path) -> None:
     n_computed = -1
     while seq.n_computed != n_computed:  # another thread may commit in between
         n_computed = seq.n_computed
-        parts = seq.export_iter()
+        parts = seq.export_iter(_CHUNK)
     if n_computed == 0:
         raise InvalidArgument("save: nothing of the sequence is computed; commit first")
     with new_file(path) as fd:
@@ -91,6 +93,9 @@ def load(manager: BlockManager, path: Path, tokens: Any, *, namespace: Any = 0) 
         try:
             _fill(manager, seq, file, seal)
             seq.commit(max(seal.n_tokens, seq.n_cached))
+        except CorruptEnvelope as error:
+            seq.free()
+            raise StorageError(f"{file.path}: changed while it was read ({error})") from error
         except BaseException:
             seq.free()
             raise
@@ -138,19 +143,27 @@ def _check_blocks(
 
 
 def _fill(manager: BlockManager, seq: Sequence, file: EnvelopeFile, seal: Seal) -> None:
-    """The payloads go into the sequence's own blocks, those that it found are passed over."""
-    pool, blocks = manager.pool, seq.blocks
-    n_found = seq.n_cached // pool.block_tokens
-    spare = np.empty_like(pool.block(0)) if n_found else None
+    """The payloads go into the sequence's own blocks, those that it found are passed over.
 
-    def target(i: int, hash: int, n_tokens: int) -> NDArray[np.float16]:
-        return spare if i < n_found and spare is not None else pool.block(blocks[i])
-
-    try:
-        reader = StreamReader(file.stream(), pool, max_block_bytes=pool.block_bytes)
-        for _ in reader.read_into(target):
-            pass
-        if reader.header.crc32c != seal.envelope_crc32c:
-            raise CorruptEnvelope("another envelope than before")
-    except CorruptEnvelope as error:
-        raise StorageError(f"{file.path}: changed while it was read ({error})") from error
+    Some blocks at a time, or one large one: while they are in the processor's cache they are summed
+    and copied.
+    """
+    pool, header, slab = manager.pool, file.header, manager.pool.slab
+    blocks, n_found = seq.blocks, seq.n_cached // pool.block_tokens
+    record = RECORD_BYTES + header.block_bytes
+    step = max(1, _CHUNK // record)
+    buffer = memoryview(bytearray(min(step, header.n_blocks) * record))
+    file.read(0, start := memoryview(bytearray(HEADER_BYTES)))
+    crc = crc32c(start)
+    for first in range(0, header.n_blocks, step):
+        count = min(step, header.n_blocks - first)
+        view = buffer[: count * record]
+        if not file.read(HEADER_BYTES + first * record, view):
+            view[:] = bytes(len(view))  # a hole: and no record is in one
+        crc = crc32c(view, crc)
+        skipped = min(count, max(0, n_found - first))
+        rows = np.frombuffer(view, np.uint8).reshape(count, record)[skipped:, RECORD_BYTES:]
+        mine = blocks[first + skipped : first + count]
+        slab[mine] = rows.view("<f2").reshape(-1, *slab.shape[1:])
+    if crc != seal.envelope_crc32c or file.stored_crc() != crc:
+        raise CorruptEnvelope(f"CRC-32C {crc:08x}, expected {seal.envelope_crc32c:08x}")
