@@ -7,10 +7,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvpool.replay import Request
+from kvpool.replay import Request, make_request
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [os.environ.get("KVPOOL_TRACES"), str(ROOT.parent / "shared" / "traces")]
@@ -32,7 +31,7 @@ def request(
     *ids: int, length: int | None = None, at: float = 0.0, out: int = 0, size: int = 16, n: int = 1
 ) -> Request:
     """A prompt of full blocks, or of ``length`` tokens."""
-    return Request(at, np.array(ids, np.uint64), length or size * len(ids), out, None, n)
+    return make_request(at, ids, length or size * len(ids), out, n=n)
 
 
 def sequential_hits(prompts: Sequence[Sequence[int]], n_blocks: int) -> int:

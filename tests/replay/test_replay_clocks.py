@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +35,14 @@ def test_hits_of_the_conversation_trace(n_blocks: int, match_last: bool) -> None
     clock.manager.check()
 
 
+def feed(clock: RealTime, requests: list[Request]) -> list[tuple[Request, int, float]]:
+    return list(clock.feed(requests))
+
+
+def finish(clock: RealTime) -> list[tuple[Request, int, float]]:
+    return list(clock.finish())
+
+
 def test_a_request_in_flight_holds_its_blocks_until_it_is_the_oldest() -> None:
     clock = InFlight(6, 16, in_flight=2)
     clock.feed([request(1, 2), request(3, 4)])
@@ -58,11 +65,11 @@ def test_outputs_take_room_in_flight_and_forks_share_the_prompt() -> None:
 
 def test_real_time_takes_the_time_that_the_rates_say() -> None:
     clock = RealTime(100, 16, prefill_rate=100, decode_rate=10)
-    served = clock.feed([request(1, 2, length=32, out=20, at=5.0)])
-    served += clock.feed([request(1, 2, length=32, out=20, at=5.1)])  # waits for prefill, not room
-    served += clock.finish()
-    assert [s.hit_blocks for s in served] == [0, 0]  # the first one is not computed yet
-    assert [round(s.at, 3) for s in served] == [0.0, 0.1]
+    served = feed(clock, [request(1, 2, length=32, out=20, at=5.0)])
+    served += feed(clock, [request(1, 2, length=32, out=20, at=5.1)])  # waits for prefill, not room
+    served += finish(clock)
+    assert [hits for _, hits, _ in served] == [0, 0]  # the first one is not computed yet
+    assert [round(at, 3) for *_, at in served] == [0.0, 0.1]
     result = clock.result
     # 0.32 s each, one after the other; then 2 s of decode
     assert result.first_token_s.quantile(0.0) == pytest.approx(0.32, rel=0.1)
@@ -74,32 +81,32 @@ def test_real_time_takes_the_time_that_the_rates_say() -> None:
 
 def test_what_was_computed_is_hit_by_a_later_request_and_partial_blocks_are_not() -> None:
     clock = RealTime(100, 16, prefill_rate=1000, decode_rate=10)
-    served = clock.feed([request(1, 2, 3, length=40, at=0.0)])
-    served += clock.feed([request(1, 2, 3, length=40, at=1.0)])
-    served += clock.feed([request(1, 2, length=32, at=2.0)])
-    served += clock.finish()
+    served = feed(clock, [request(1, 2, 3, length=40, at=0.0)])
+    served += feed(clock, [request(1, 2, 3, length=40, at=1.0)])
+    served += feed(clock, [request(1, 2, length=32, at=2.0)])
+    served += finish(clock)
     # of 40 tokens two blocks are full; of 32 the last token is left to compute
-    assert [s.hit_blocks for s in served] == [0, 2, 1]
+    assert [hits for _, hits, _ in served] == [0, 2, 1]
     assert clock.result.hit_tokens == 48
 
 
 def test_a_request_waits_until_there_is_room() -> None:
     clock = RealTime(4, 16, prefill_rate=1000, decode_rate=16)
-    served = clock.feed([request(1, 2, 3, length=33, out=16, at=0.0)])
-    served += clock.feed([request(7, 8, length=32, out=0, at=0.5)])
+    served = feed(clock, [request(1, 2, 3, length=33, out=16, at=0.0)])
+    served += feed(clock, [request(7, 8, length=32, out=0, at=0.5)])
     assert len(served) == 1
-    served += clock.finish()
-    assert [round(s.at, 2) for s in served] == [0.0, 1.03]
+    served += finish(clock)
+    assert [round(at, 2) for *_, at in served] == [0.0, 1.03]
     assert (clock.result.waited, clock.result.waiting.peak) == (1, 1)
     assert clock.result.wait_s.quantile(1.0) == pytest.approx(0.53, rel=0.1)
 
 
 def test_growing_answers_preempt_the_last_one_in() -> None:
     clock = RealTime(6, 16, prefill_rate=1e6, decode_rate=16)
-    served = clock.feed(
-        [request(1, 2, length=32, out=48, at=0.0), request(3, 4, length=32, out=48, at=0.1)]
+    served = feed(
+        clock, [request(1, 2, length=32, out=48, at=0.0), request(3, 4, length=32, out=48, at=0.1)]
     )
-    served += clock.finish()
+    served += finish(clock)
     result = clock.result
     assert len(served) == 2  # the one that came again is not served twice
     assert result.preemptions == 1
@@ -121,14 +128,15 @@ def test_forks_copy_the_partial_block_and_grow_apart() -> None:
 
 def test_a_request_that_never_fits_is_rejected_and_the_rest_goes_on() -> None:
     clock = RealTime(3, 16, prefill_rate=1e6, decode_rate=16)
-    served = clock.feed(
+    served = feed(
+        clock,
         [
             request(1, 2, 3, 4, at=0.0),  # its prompt alone
             request(5, out=100, at=0.1),  # with its answer
             request(6, out=16, at=0.2),
-        ]
+        ],
     )
-    served += clock.finish()
+    served += finish(clock)
     assert clock.result.rejected == 2
     assert clock.result.output_tokens == 16
     clock.manager.check()
@@ -149,15 +157,15 @@ requests = st.lists(
 @settings(max_examples=120, deadline=None)
 @given(requests, st.integers(2, 24), st.integers(1, 6), st.integers(0, 1))
 def test_everything_that_comes_is_done_or_rejected(
-    rows: list[tuple[float, list[int], int, int, int]], n_blocks: int, running: int, spare: int
+    coming: list[tuple[float, list[int], int, int, int]], n_blocks: int, running: int, spare: int
 ) -> None:
     clock = RealTime(
         n_blocks, 16, prefill_rate=200, decode_rate=20, max_running=running, watermark=spare
     )
     at, wanted, served = 0.0, 0, 0
-    for pause, ids, short, out, n in rows:
+    for pause, ids, short, out, n in coming:
         at += pause
-        row = Request(at, np.array(ids, np.uint64), 16 * len(ids) - short, out, None, n)
+        row = request(*ids, length=16 * len(ids) - short, at=at, out=out, n=n)
         served += len(clock.feed([row]))
         wanted += out * n
         assert clock.manager.pool.stats.used <= n_blocks
@@ -167,11 +175,11 @@ def test_everything_that_comes_is_done_or_rejected(
     assert clock.manager.pool.stats.used == 0
     assert not clock._waiting
     assert not clock._running
-    assert result.requests == len(rows)
+    assert result.requests == len(coming)
     assert result.hit_tokens <= result.prompt_tokens
     assert result.occupancy.peak <= n_blocks
     if result.rejected == 0:
         assert result.output_tokens == wanted
-        assert served == len(rows)
+        assert served == len(coming)
     else:
         assert result.output_tokens <= wanted

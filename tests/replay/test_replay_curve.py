@@ -14,11 +14,11 @@ from kvpool.replay import (
     POLICIES,
     InFlight,
     Names,
-    Request,
     Reuse,
     ReuseStack,
     Served,
     make_plan,
+    make_request,
     open_trace,
     policy_hits,
     simulate,
@@ -42,8 +42,8 @@ def grow(steps: list[tuple[int, int, list[int]]]) -> Prompts:
     return made
 
 
-def served(prompts: Prompts) -> list[Served]:
-    return [Served(request(*ids), 0, 0.0) for ids in prompts]
+def served(prompts: Prompts) -> Served:
+    return Served([request(*ids) for ids in prompts], [0] * len(prompts), [0.0] * len(prompts))
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,8 +101,8 @@ def test_ages_retention_and_lifetimes_are_those_of_the_stamps() -> None:
     reuse = Reuse(match_last=True, sizes=[2])
     for i in range(130):
         at = float(i)
-        reuse.feed([Served(request(1, at=at), int(i > 0), at)])
-        reuse.feed([Served(request(100 + i, at=at), 0, at)])
+        reuse.feed(Served([request(1, at=at)], [int(i > 0)], [at]))
+        reuse.feed(Served([request(100 + i, at=at)], [0], [at]))
     assert reuse.age_s.total == 129
     assert reuse.age_s.quantile(0.5) == pytest.approx(1, rel=0.1)
     assert reuse.hit_age_s.total == 129
@@ -116,9 +116,9 @@ def test_ages_retention_and_lifetimes_are_those_of_the_stamps() -> None:
 
 def test_prefixes_and_sessions_are_counted() -> None:
     reuse = Reuse(match_last=True)
-    a = Request(0.0, np.array([1, 2, 3, 4], np.uint64), 64, 0, "a")
-    b = Request(0.0, np.array([1, 2, 9], np.uint64), 48, 0, "b")
-    reuse.feed([Served(a, 0, 0.0), Served(b, 2, 0.0), Served(a, 4, 0.0)])
+    a = make_request(0.0, [1, 2, 3, 4], 64, session="a")
+    b = make_request(0.0, [1, 2, 9], 48, session="b")
+    reuse.feed(Served([a, b, a], [0, 2, 4], [0.0, 0.0, 0.0]))
     rows = {row["blocks"]: row for row in reuse.top_prefixes(5)}
     assert (rows[4]["requests"], rows[4]["hits"]) == (2, 1)
     assert (rows[2]["requests"], rows[2]["hits"]) == (3, 2)

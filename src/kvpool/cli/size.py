@@ -131,7 +131,8 @@ def _read_trace(args: argparse.Namespace) -> tuple[Reuse, int, bool]:
                 for batch in trace:
                     if args.limit is not None:
                         batch = batch[: args.limit - done]
-                    reuse.feed([Served(request, 0, request.arrival_s) for request in batch])
+                    times = [request.arrival_s for request in batch]
+                    reuse.feed(Served(batch, [0] * len(batch), times))
                     done += len(batch)
                     bar(float(trace.position), f"{done:,} requests")
                     if done == args.limit:

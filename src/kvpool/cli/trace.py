@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         )
         for batch in stream:
             for request in batch:
-                lengths.append((request.input_length, request.output_length, len(request.ids)))
+                lengths.append((request.input_length, request.output_length, request.n_blocks))
                 sessions[request.session] = sessions.get(request.session, 0) + 1
                 ids = request.ids.tolist()
                 blocks += len(ids)

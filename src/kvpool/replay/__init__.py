@@ -25,7 +25,7 @@ from .in_flight import InFlight, Served
 from .policies import Plan, make_plan, simulate
 from .readers import FORMATS, Trace, open_trace
 from .real_time import RealTime
-from .request import Request
+from .request import Request, make_request
 from .result import Result
 from .reuse import Names, Reuse
 from .synth import WORKLOADS, synthesize
@@ -47,6 +47,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "make_plan",
+    "make_request",
     "open_trace",
     "policy_hits",
     "simulate",

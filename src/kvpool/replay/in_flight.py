@@ -13,28 +13,34 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Row
-from typing import NamedTuple
 
 import numpy as np
 
 import kvpool
 
-from .request import Request, n_blocks_of
+from .request import UNIT, Request, n_blocks_of
 from .result import Result
 
-__all__ = ["UNIT", "InFlight", "Served", "make_manager"]
+__all__ = ["InFlight", "Served", "make_manager"]
 
-UNIT = 2  # tokens of the pool's blocks
 _SAMPLE = 16  # requests from one look at the pool to the next
 
 
-class Served(NamedTuple):
-    """A request that was let in, the blocks it hit, and when."""
+class Served:
+    """Requests that were let in, the blocks that each one hit, and when: three rows in step."""
 
-    request: Request
-    hit_blocks: int
-    at: float
+    __slots__ = ("at", "hit_blocks", "requests")
+
+    def __init__(self, requests: Row[Request], hit_blocks: Row[int], at: Row[float]) -> None:
+        self.requests, self.hit_blocks, self.at = requests, hit_blocks, at
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[tuple[Request, int, float]]:
+        return zip(self.requests, self.hit_blocks, self.at, strict=True)
 
 
 def make_manager(n_blocks: int, watermark: int = 0) -> kvpool.BlockManager:
@@ -54,10 +60,9 @@ class InFlight:
             so by default it is not.
         outputs: requests hold the blocks of their whole answer, too, from their start.
 
-    >>> def request(*ids):
-    ...     return Request(0.0, np.array(ids, np.uint64), 16 * len(ids), 0)
+    >>> from kvpool.replay import make_request
     >>> clock = InFlight(8, 16, in_flight=1)
-    >>> [served.hit_blocks for served in clock.feed([request(1, 2, 3), request(1, 2, 4)])]
+    >>> clock.feed([make_request(0.0, [1, 2, 3], 48), make_request(0.0, [1, 2, 4], 48)]).hit_blocks
     [0, 2]
     >>> clock.result.hit_tokens, clock.result.prompt_tokens
     (32, 96)
@@ -75,88 +80,97 @@ class InFlight:
         self.manager = make_manager(n_blocks)
         self.result = Result("in flight", n_blocks, block_tokens)
         self._in_flight, self._match_last, self._outputs = in_flight, match_last, outputs
-        self._running: deque[list[kvpool.Sequence]] = deque()
+        self._running: deque[kvpool.Sequence | _Answers] = deque()
         self._evictions = 0
 
-    def feed(self, batch: Row[Request]) -> list[Served]:
+    def feed(self, batch: Row[Request]) -> Served:
         """Serves these requests, after those before."""
         begin = time.process_time()
         result, pool = self.result, self.manager.pool
         number = result.requests
-        hits: list[int] = []
+        cached: list[int] = []  # tokens of the pool, for each request
         for i in range(0, len(batch), _SAMPLE):
-            self._serve(batch[i : i + _SAMPLE], hits)
+            self._serve(batch[i : i + _SAMPLE], cached)
             stats = pool.stats
-            result.occupancy.add(float(number + len(hits)), stats.used)
+            result.occupancy.add(float(number + len(cached)), stats.used)
             result.evictions += (stats.evictions - self._evictions) % 2**32
             self._evictions = stats.evictions
         result.occupancy.peak = max(result.occupancy.peak, self.manager.stats.peak_used)
+        served = self._count(batch, cached)
         result.processor_s += time.process_time() - begin
-        return self._count(batch, hits)
+        return served
 
-    def _serve(self, batch: Row[Request], hits: list[int]) -> None:
-        """The loop that the clock is for."""
-        allocate, match_last = self.manager.allocate, self._match_last
-        running, limit, result = self._running, self._in_flight, self.result
+    def _serve(self, batch: Row[Request], cached: list[int]) -> None:
+        """The loop that the clock is for: some 15 nanoseconds a block of it are Python's."""
+        allocate, match_last, outputs = self.manager.allocate, self._match_last, self._outputs
+        running, limit = self._running, self._in_flight
+        free_oldest, run, note = running.popleft, running.append, cached.append
         for request in batch:
             if len(running) == limit:
-                for sequence in running.popleft():
-                    sequence.free()
-            tokens = request.ids.view(np.uint32)
+                free_oldest().free()
             while True:
                 try:
-                    sequence = allocate(tokens, match_last=match_last)
+                    sequence = allocate(request.units, match_last=match_last)
                 except kvpool.PoolFull:
-                    if not running:
-                        result.rejected += 1
-                        hits.append(0)
-                        break
-                    for sequence in running.popleft():
-                        sequence.free()
-                    result.freed_early += 1
-                    continue
+                    if running:
+                        free_oldest().free()
+                        self.result.freed_early += 1
+                        continue
+                    self.result.rejected += 1
+                    note(0)
+                    break
                 sequence.commit()
-                hits.append(sequence.n_cached // UNIT)
-                if self._outputs:
+                note(sequence.n_cached)
+                if outputs:
                     self._answer(request, sequence)
                 else:
-                    running.append([sequence])
+                    run(sequence)
                 break
 
     def _answer(self, request: Request, first: kvpool.Sequence) -> None:
         """Takes the blocks of all answers; frees the oldest requests where they do not fit."""
         room = -request.input_length % self.result.block_tokens
         n_blocks = n_blocks_of(max(request.output_length - room, 0), self.result.block_tokens)
-        tokens = np.zeros(UNIT * n_blocks, np.uint32)
-        sequences = [first]
-        sequences += [first.fork() for _ in range(request.n - 1)]
-        for sequence in sequences:
+        units = np.zeros(UNIT * n_blocks, np.uint32)
+        answers = _Answers([first, *(first.fork() for _ in range(request.n - 1))])
+        for sequence in answers.sequences:
             while True:
                 try:
-                    sequence.append(tokens)
+                    sequence.append(units)
                     break
                 except kvpool.PoolFull:
                     if not self._running:
                         self.result.rejected += 1
-                        self.manager.free(sequences)
+                        answers.free()
                         return
-                    self.manager.free(self._running.popleft())
+                    self._running.popleft().free()
                     self.result.freed_early += 1
         self.result.output_tokens += request.n * request.output_length
-        self._running.append(sequences)
+        self._running.append(answers)
 
-    def _count(self, batch: Row[Request], hits: list[int]) -> list[Served]:
-        result, size = self.result, self.result.block_tokens
+    def _count(self, batch: Row[Request], cached: list[int]) -> Served:
+        result = self.result
+        lengths = [request.input_length for request in batch]
+        hits = [n // UNIT for n in cached]
         result.requests += len(batch)
-        served = []
-        for request, n in zip(batch, hits, strict=True):
-            result.prompt_blocks += len(request.ids)
-            result.prompt_tokens += request.input_length
-            result.hit_blocks += n
-            result.hit_tokens += min(n * size, request.input_length)
-            served.append(Served(request, n, request.arrival_s))
-        return served
+        result.prompt_tokens += sum(lengths)
+        result.prompt_blocks += sum([len(request.units) for request in batch]) // UNIT
+        result.hit_blocks += sum(hits)
+        size = result.block_tokens
+        result.hit_tokens += sum([min(n * size, m) for n, m in zip(hits, lengths, strict=True)])
+        return Served(batch, hits, [request.arrival_s for request in batch])
 
-    def finish(self) -> list[Served]:
+    def finish(self) -> Served:
         """The end of the trace."""
-        return []
+        return Served([], [], [])
+
+
+class _Answers:
+    """Forks that are freed together."""
+
+    def __init__(self, sequences: list[kvpool.Sequence]) -> None:
+        self.sequences = sequences
+
+    def free(self) -> None:
+        for sequence in self.sequences:
+            sequence.free()

@@ -25,8 +25,8 @@ import numpy as np
 
 import kvpool
 
-from .in_flight import UNIT, Served, make_manager
-from .request import Request
+from .in_flight import Served, make_manager
+from .request import UNIT, Request
 from .result import Result
 
 __all__ = ["RealTime"]
@@ -59,9 +59,9 @@ class RealTime:
         watermark: blocks that new requests leave to running ones.
         speed: how many times faster than in the trace requests come.
 
-    >>> ids = np.arange(2, dtype=np.uint64)
+    >>> from kvpool.replay import make_request
     >>> clock = RealTime(4, 16, prefill_rate=32, decode_rate=16)
-    >>> _ = clock.feed([Request(0.0, ids, 32, 32), Request(0.5, ids, 32, 32)])
+    >>> _ = clock.feed([make_request(at, [1, 2], 32, 32) for at in (0.0, 0.5)])
     >>> _ = clock.finish()
     >>> clock.result.requests, clock.result.waited, clock.result.occupancy.peak
     (2, 0, 4)
@@ -90,9 +90,9 @@ class RealTime:
         self._running: dict[_Run, None] = {}  # in the order in which they came in
         self._prefill_free = 0.0
         self._evictions = 0
-        self._served: list[Served] = []
+        self._served: list[tuple[Request, int, float]] = []
 
-    def feed(self, batch: Row[Request]) -> list[Served]:
+    def feed(self, batch: Row[Request]) -> Served:
         """Lets these requests come; returns those that were let in meanwhile."""
         begin = time.process_time()
         for request in batch:
@@ -104,7 +104,7 @@ class RealTime:
             self._waiting.append(_Run(request, arrival))
             result = self.result
             result.requests += 1
-            result.prompt_blocks += len(request.ids)
+            result.prompt_blocks += request.n_blocks
             result.prompt_tokens += request.input_length
             self._admit()
             if self._waiting and self._waiting[-1].request is request:
@@ -113,16 +113,16 @@ class RealTime:
         self.result.processor_s += time.process_time() - begin
         return self._take_served()
 
-    def finish(self) -> list[Served]:
+    def finish(self) -> Served:
         """Runs until everything is done."""
         begin = time.process_time()
         self._advance(float("inf"))
         self.result.processor_s += time.process_time() - begin
         return self._take_served()
 
-    def _take_served(self) -> list[Served]:
+    def _take_served(self) -> Served:
         served, self._served = self._served, []
-        return served
+        return Served([s[0] for s in served], [s[1] for s in served], [s[2] for s in served])
 
     # ---- events ----------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class RealTime:
 
     def _prompt(self, request: Request) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         """A partial last block has one token instead of two."""
-        tokens = request.ids.view(np.uint32)
-        return tokens[:-1] if request.input_length % self.result.block_tokens else tokens
+        units = request.units
+        return units[:-1] if request.input_length % self.result.block_tokens else units
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
@@ -223,7 +223,7 @@ class RealTime:
             self.result.hit_blocks += hit_blocks
             self.result.hit_tokens += hit_tokens
             self.result.wait_s.add([self._now - run.arrival])
-            self._served.append(Served(request, hit_blocks, self._now))
+            self._served.append((request, hit_blocks, self._now))
         run.started += 1
         run.grown = -1
         self._running[run] = None

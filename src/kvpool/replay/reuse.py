@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 import kvpool
 from kvpool._core import ReuseStack
 
-from .in_flight import UNIT, Served
+from .in_flight import Served
+from .request import UNIT
 from .tally import LogHistogram, TopTable
 
 __all__ = ["Names", "Reuse"]
@@ -50,10 +51,10 @@ class Reuse:
         sizes: pool sizes for which ``retention`` is sampled.
         keep_names: keep the whole trace (up to 8 million blocks) for ``names``.
 
-    >>> from kvpool.replay import Request
+    >>> from kvpool.replay import make_request
     >>> reuse = Reuse(match_last=True)
-    >>> reuse.feed([Served(Request(0.0, np.array(ids, np.uint64), 8, 0), 0, 0.0)
-    ...             for ids in ([1, 2], [3], [1, 2])])
+    >>> requests = [make_request(0.0, ids, 16) for ids in ([1, 2], [3], [1, 2])]
+    >>> reuse.feed(Served(requests, [0, 0, 0], [0.0, 1.0, 2.0]))
     >>> reuse.hits([1, 2, 3]).tolist(), reuse.blocks, reuse.longest
     ([0, 1, 2], 5, 2)
     """
@@ -80,13 +81,13 @@ class Reuse:
         self._chunks: list[NDArray[np.uint64]] | None = [] if keep_names else None
         self._lengths: list[int] = []
 
-    def feed(self, served: Row[Served]) -> None:
+    def feed(self, served: Served) -> None:
         """Takes these requests in, after those before."""
         begin = time.process_time()
         depths, ages, hit_ages = [], [], []
         cut = None if self.match_last else -1
         for request, hits, at in served:
-            names = kvpool.block_hashes(request.ids.view(np.uint32), UNIT)
+            names = kvpool.block_hashes(request.units, UNIT)
             depth, last = self.stack.use(names, at)
             depths.append(depth[:cut])
             ages.append(at - last[:cut])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import TraceError
-from .request import Request, n_blocks_of
+from .request import Request, make_request, n_blocks_of
 
 __all__ = ["WORKLOADS", "Workload", "synthesize", "to_rows"]
 
@@ -144,7 +144,7 @@ class _Session:
         self.said = before + user + answer
         self.turns -= 1
         self.asked += 1
-        return Request(at, ids, length, answer, self.name)
+        return make_request(at, ids, length, answer, session=self.name)
 
     def _ids(self, length: int, block_tokens: int, ends_here: bool) -> NDArray[np.uint64]:
         """Blocks of the system prompt alone are everybody's, the rest this session's; a partial

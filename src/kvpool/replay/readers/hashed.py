@@ -10,17 +10,21 @@ for each 16 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..request import MAX_TOKENS, Request, n_blocks_of
+from ..request import MAX_TOKENS, UNIT, Request, n_blocks_of
 from .json_lines import Row, json_rows, msgspec
 from .source import Problems, Source
 
 __all__ = ["read_bailian", "read_mooncake"]
+
+_MAX_TIME = 1e18
 
 
 class _Mooncake(Row, gc=False):
@@ -28,10 +32,6 @@ class _Mooncake(Row, gc=False):
     input_length: int
     output_length: int
     hash_ids: list[int]
-
-    @property
-    def session(self) -> str | None:
-        return None
 
 
 class _Bailian(Row, gc=False):
@@ -48,32 +48,38 @@ class _Bailian(Row, gc=False):
 def read_mooncake(source: Source, problems: Problems, block_tokens: int) -> Iterator[list[Request]]:
     """Batches of requests, in the order of the file."""
     decoder = msgspec.json.Decoder(_Mooncake)
-    for rows in json_rows(source, decoder, problems, _checked(block_tokens)):
-        yield _requests(rows, 1e-3, block_tokens, None)
+    why_bad = _checked(block_tokens)
+    for rows, good in json_rows(
+        source, decoder, problems, why_bad, partial(_all_good, block_tokens)
+    ):
+        yield _requests(good or _columns(rows), 1e-3, block_tokens, [None] * len(rows))
 
 
 def read_bailian(source: Source, problems: Problems, block_tokens: int) -> Iterator[list[Request]]:
     """The same; a request's session is the first chat of its conversation."""
     decoder = msgspec.json.Decoder(_Bailian)
+    why_bad = _checked(block_tokens)
     roots: dict[int, int] = {}
-    for rows in json_rows(source, decoder, problems, _checked(block_tokens)):
-        sessions = []
+    for rows, good in json_rows(
+        source, decoder, problems, why_bad, partial(_all_good, block_tokens)
+    ):
+        sessions: list[str | None] = []
         for row in rows:
             root = roots.get(row.parent_chat_id, row.parent_chat_id)
             roots[row.chat_id] = root = row.chat_id if root < 0 else root
             sessions.append(str(root))
         while len(roots) > 1_000_000:  # conversations that ended long ago
             del roots[next(iter(roots))]
-        yield _requests(rows, 1.0, block_tokens, sessions)
+        yield _requests(good or _columns(rows), 1.0, block_tokens, sessions)
 
 
-def _checked(block_tokens: int) -> Any:
+def _checked(block_tokens: int) -> Callable[[Any], str | None]:
     def why_bad(row: Any) -> str | None:
         if not 1 <= row.input_length <= MAX_TOKENS:
             return f"input_length is {row.input_length}, expected 1 to {MAX_TOKENS}"
         if not 0 <= row.output_length <= MAX_TOKENS:
             return f"output_length is {row.output_length}, expected 0 to {MAX_TOKENS}"
-        if not abs(row.timestamp) < 1e18:  # also NaN
+        if not abs(row.timestamp) < _MAX_TIME:  # also NaN
             return f"timestamp is {row.timestamp}"
         n, full = len(row.hash_ids), row.input_length // block_tokens
         if n not in (full, n_blocks_of(row.input_length, block_tokens)):
@@ -88,31 +94,63 @@ def _checked(block_tokens: int) -> Any:
     return why_bad
 
 
-def _requests(
-    rows: list[Any], unit_s: float, block_tokens: int, sessions: list[str] | None
-) -> list[Request]:
-    """All ids at once: an array for each request would cost more than the parsing."""
+class _Columns(NamedTuple):
+    """Many rows as arrays: one operation on all of them costs as much as one on a row."""
+
+    times: NDArray[np.float64]
+    n_in: NDArray[np.int64]
+    n_out: NDArray[np.int64]
+    n_ids: NDArray[np.int64]
+    ids: NDArray[np.uint64]  # of all rows, one after the other
+
+
+def _columns(rows: list[Any]) -> _Columns:
+    """Raises OverflowError where a number does not fit."""
     lists = [row.hash_ids for row in rows]
-    ends = np.cumsum([len(ids) for ids in lists]).tolist()
-    flat = np.fromiter(chain.from_iterable(lists), np.uint64, ends[-1] if ends else 0)
-    requests, begin = [], 0
-    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        ids = flat[begin:end]
-        begin = end
-        if len(ids) * block_tokens < row.input_length:  # a partial block without a name
-            ids = np.append(ids, np.uint64(_no_name(row, i)))
-        requests.append(
-            Request(
-                row.timestamp * unit_s,
-                ids,
-                row.input_length,
-                row.output_length,
-                sessions[i] if sessions else None,
-            )
-        )
-    return requests
+    n_ids = np.fromiter(map(len, lists), np.int64, len(lists))
+    flat, total = chain.from_iterable, int(n_ids.sum())
+    try:
+        ids = np.fromiter(flat(lists), np.int64, total)
+        if total and ids.min() < 0:
+            raise ValueError("hash_ids")
+        names = ids.view(np.uint64)
+    except OverflowError:  # 64 bits, or more
+        names = np.fromiter(flat(lists), np.uint64, total)
+    return _Columns(
+        np.array([row.timestamp for row in rows], np.float64),
+        np.array([row.input_length for row in rows], np.int64),
+        np.array([row.output_length for row in rows], np.int64),
+        n_ids,
+        names,
+    )
 
 
-def _no_name(row: Any, i: int) -> int:
-    """A name that nothing else in the trace has, but by accident."""
-    return hash((row.timestamp, row.input_length, row.output_length, i)) & (2**63 - 1)
+def _all_good(block_tokens: int, rows: list[Any]) -> _Columns | None:
+    """The columns, where ``why_bad`` would have nothing to say about any row."""
+    try:
+        found = _columns(rows)
+    except (OverflowError, ValueError):
+        return None
+    if int(found.ids.max(initial=0)) >= 2**63:
+        return None  # may have wrapped: the rows are looked at one by one
+    n_in, n_out, n_ids = found.n_in, found.n_out, found.n_ids
+    full = n_in // block_tokens
+    good = (n_in >= 1) & (n_in <= MAX_TOKENS) & (n_out >= 0) & (n_out <= MAX_TOKENS)
+    good &= (n_ids == full) | (n_ids == -(-n_in // block_tokens))
+    good &= np.abs(found.times) < _MAX_TIME
+    return found if bool(good.all()) else None
+
+
+def _requests(
+    found: _Columns, unit_s: float, block_tokens: int, sessions: list[str | None]
+) -> list[Request]:
+    times, n_in, n_out = (found.times * unit_s).tolist(), found.n_in.tolist(), found.n_out.tolist()
+    ends = np.cumsum(UNIT * found.n_ids)
+    flat = found.ids.view(np.uint32)
+    bounds = zip((ends - UNIT * found.n_ids).tolist(), ends.tolist(), strict=True)
+    units = [flat[begin:end] for begin, end in bounds]
+    for i in np.flatnonzero(found.n_ids * block_tokens < found.n_in).tolist():
+        # A partial block without a name gets one that nothing else has, but by accident.
+        name = hash((times[i], n_in[i], n_out[i], i)) & (2**63 - 1)
+        units[i] = np.concatenate([units[i], np.array([name], np.uint64).view(np.uint32)])
+    return list(map(Request, times, units, n_in, n_out, sessions))

@@ -19,18 +19,29 @@ Row = msgspec.Struct
 
 
 def json_rows(
-    source: Source, decoder: Any, problems: Problems, why_bad: Callable[[Any], str | None]
-) -> Iterator[list[Any]]:
-    """Batches of decoded lines that ``why_bad`` says nothing about. Empty lines are left out."""
+    source: Source,
+    decoder: Any,
+    problems: Problems,
+    why_bad: Callable[[Any], str | None],
+    all_good: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[tuple[list[Any], Any]]:
+    """Batches of decoded lines that ``why_bad`` says nothing about. Empty lines are left out.
+
+    ``all_good`` looks at a whole batch at once: what it makes of it comes along, and None from it
+    sends the lines through ``why_bad`` one by one.
+    """
     for piece in source.pieces():
+        good = None
         try:
             rows = decoder.decode_lines(piece.data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             rows = None  # some line is bad: find it
-        if rows is None or any(map(why_bad, rows)):
+        if rows is not None and all_good is not None:
+            good = all_good(rows)
+        if good is None and (rows is None or all_good is not None or any(map(why_bad, rows))):
             rows = list(_one_by_one(source.path, piece, decoder, problems, why_bad))
         if rows:
-            yield rows
+            yield rows, good
 
 
 def _one_by_one(

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from ..request import MAX_TOKENS, Request, n_blocks_of
+from ..request import MAX_TOKENS, Request, make_request, n_blocks_of
 from .source import Problems, Source
 
 __all__ = ["AZURE", "BURSTGPT", "read_azure", "read_burstgpt"]
@@ -112,6 +112,6 @@ def _read(
             ids[:same] = shared[:same]
             serial += n
             session = fields[at["Session ID"]] if "Session ID" in at else None
-            batch.append(Request(arrival, ids, n_in, n_out, session))
+            batch.append(make_request(arrival, ids, n_in, n_out, session=session))
         if batch:
             yield batch

@@ -21,7 +21,7 @@ import numpy as np
 
 import kvpool
 
-from ..request import MAX_TOKENS, Request
+from ..request import MAX_TOKENS, Request, make_request
 from .json_lines import Row, json_rows, msgspec
 from .source import Problems, Source
 
@@ -61,7 +61,7 @@ def read_tokens(source: Source, problems: Problems, block_tokens: int) -> Iterat
             return f"output_length is {row.output_length} and n {row.n}"
         return None if abs(row.timestamp) < 1e18 else f"timestamp is {row.timestamp}"
 
-    for rows in json_rows(source, decoder, problems, why_bad):
+    for rows, _ in json_rows(source, decoder, problems, why_bad):
         batch = []
         for row in rows:
             if isinstance(row, list):
@@ -73,9 +73,8 @@ def read_tokens(source: Source, problems: Problems, block_tokens: int) -> Iterat
                 parent = ids[-1] if len(ids) else 0
                 ids = np.append(ids, np.uint64(kvpool.block_hash(parent, tail)))
             session = None if row.session is None else str(row.session)
-            batch.append(
-                Request(row.timestamp, ids, len(tokens), row.output_length, session, row.n)
-            )
+            more = {"session": session, "n": row.n}
+            batch.append(make_request(row.timestamp, ids, len(tokens), row.output_length, **more))
         yield batch
 
 
@@ -126,14 +125,14 @@ def read_events(source: Source, problems: Problems, block_tokens: int) -> Iterat
                 )
         return None
 
-    for rows in json_rows(source, decoder, problems, why_bad):
+    for rows, _ in json_rows(source, decoder, problems, why_bad):
         batch = []
         for row in rows:
             ts, events = _events(row)
             for event in events:
                 ids = _apply(parents, event)
                 if ids is not None:
-                    batch.append(Request(ts, ids, len(ids) * block_tokens, 0))
+                    batch.append(make_request(ts, ids, len(ids) * block_tokens))
         if batch:
             yield batch
 
