@@ -2,9 +2,9 @@
 
     python benchmarks/bench_replay.py [--trace ../shared/traces/conversation.jsonl] [--json FILE]
 
-Without the trace a synthetic one is made. Processor time, the median of rounds in which everything
-takes its turn, so that what else the machine does falls on all of it alike. The garbage collector is
-off while something is timed, as a service would freeze its heap; it is reported with it on, too.
+Without the trace a synthetic one is made. Processor time, medians of rounds in which all take
+turns, so that what else the machine does falls on all alike. The garbage collector is off while
+something is timed, as a service would freeze its heap; figures with it on stand beside them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import kvpool
 from kvpool.replay import InFlight, Request, Reuse, make_plan, open_trace, policy_hits, synthesize
 from kvpool.replay._about import POLICIES
+from kvpool.replay.in_flight import make_manager
 from kvpool.replay.synth import to_rows
 
 SIZES = (2_000, 10_000, 50_000)
@@ -43,6 +45,19 @@ def replay(batches: list[list[Request]], n_blocks: int) -> InFlight:
     for batch in batches:
         clock.feed(batch)
     return clock
+
+
+def bare(requests: list[Request], n_blocks: int) -> int:
+    """The protocol with nothing around it: what the clock can cost at least."""
+    manager = make_manager(n_blocks)
+    running: deque[kvpool.Sequence] = deque()
+    for request in requests:
+        if len(running) == 64:
+            running.popleft().free()
+        sequence = manager.allocate(request.units)
+        sequence.commit()
+        running.append(sequence)
+    return manager.stats.hit_blocks
 
 
 def reuse(batches: list[list[Request]]) -> Reuse:
@@ -90,6 +105,7 @@ def main() -> None:
             f"replay, {n:,} blocks": (blocks, "ns/block", lambda n=n: replay(batches, n))
             for n in SIZES
         },
+        "the manager's calls alone": (blocks, "ns/block", lambda: bare(requests, 10_000)),
         "stack distances": (blocks, "ns/block", lambda: stack(names)),
         "replay and reuse": (blocks, "ns/block", lambda: reuse(batches)),
         **{

@@ -2,6 +2,7 @@
 #include "replay.hpp"
 
 #include <algorithm>
+#include <vector>
 
 #include <nanobind/nanobind.h>
 
@@ -9,6 +10,7 @@
 #include "numpy_api.hpp"
 #include "support.hpp"
 
+#include <tinyllm/kv_pool_ext.h>
 #include <tinyllm/replay.h>
 
 namespace kvpool {
@@ -54,6 +56,22 @@ float64 ``(n,)`` with NaN for it. Then all of them are used at the time ``now``,
 Raises:
     InvalidArgument: a key is out of range.
     MemoryError: no memory; nothing has changed.
+)";
+
+constexpr const char *use_batch =
+    R"(Many requests in one call: ``use`` for each, with the names of their blocks worked out here.
+
+Args:
+    tokens: uint32, the prompts one after the other, ``block_tokens`` tokens a block.
+    n_blocks: uint64 ``(n,)``, the blocks of each.
+    times: float64 ``(n,)``, when each comes.
+    block_tokens: tokens of a block; the names are the format's chained hashes.
+
+Returns ``(names, depths, stamps)`` of all blocks, one request after the other.
+
+Raises:
+    InvalidArgument: the lengths do not add up, or a value is out of range; nothing has changed.
+    MemoryError: no memory; the requests before that point are used.
 )";
 
 constexpr const char *read =
@@ -125,6 +143,56 @@ class ReuseStack {
             raise_now(st);
         }
         return nb::make_tuple(depths, stamps);
+    }
+
+    nb::object use_batch(nb::handle tokens, nb::handle n_blocks, nb::handle times,
+                         nb::handle block_tokens) {
+        Ints<uint32_t> toks(tokens, "tokens", Form::array);
+        Ints<uint64_t> lengths(n_blocks, "n_blocks", Form::array);
+        const uint32_t size = scalar_arg<uint32_t>(block_tokens, "block_tokens");
+        nb::object when = checked(PyArray_FROM_OTF(times.ptr(), NPY_DOUBLE, NPY_ARRAY_IN_ARRAY));
+        auto *array = reinterpret_cast<PyArrayObject *>(when.ptr());
+        if (PyArray_NDIM(array) != 1 ||
+            static_cast<size_t>(PyArray_DIM(array, 0)) != lengths.size()) {
+            raise_value("times: expected %zu in one dimension", lengths.size());
+        }
+        if (size == 0) {
+            raise_value("block_tokens: expected at least 1, found 0");
+        }
+        const size_t total = toks.size() / size;
+        size_t left = total;
+        for (size_t i = 0; i < lengths.size(); i++) {
+            if (lengths[i] > left) {
+                raise_value("n_blocks: expected a sum of %zu, found more", total);
+            }
+            left -= lengths[i];
+        }
+        if (left != 0 || toks.size() % size != 0) {
+            raise_value("n_blocks: expected a sum of %zu, found %zu", total, total - left);
+        }
+        nb::object names = new_array(total, NPY_UINT64);
+        nb::object depths = new_array(total, NPY_UINT64);
+        nb::object stamps = new_array(total, NPY_DOUBLE);
+        uint64_t *const name = array_data<uint64_t>(names);
+        std::vector<tl_kv_prompt> prompts(lengths.size());
+        for (size_t i = 0, at = 0; i < lengths.size(); at += lengths[i++]) {
+            prompts[i] = {toks.data() + at * size, lengths[i] * size, 0, name + at};
+        }
+        tl_status st = tl_kv_block_hashes_batch(prompts.data(), prompts.size(), size);
+        const double *const now = array_data<double>(when);
+        {
+            nb::ft_lock_guard guard(mutex_);
+            for (size_t i = 0; st == TL_OK && i < lengths.size(); i++) {
+                const auto at = static_cast<size_t>(prompts[i].out - name);
+                st = tl_stack_use(stack_, name + at, lengths[i], now[i],
+                                  array_data<uint64_t>(depths) + at,
+                                  array_data<double>(stamps) + at);
+            }
+        }
+        if (st != TL_OK) {
+            raise_now(st);
+        }
+        return nb::make_tuple(names, depths, stamps);
     }
 
     nb::object read(nb::handle depth, nb::handle n) {
@@ -199,6 +267,12 @@ void bind_replay(nb::module_ &m) {
              nb::sig("def use(self, keys: Array, now: float) -> tuple[NDArray[numpy.uint64], "
                      "NDArray[numpy.float64]]"),
              docs::use)
+        .def("use_batch", &ReuseStack::use_batch, "tokens"_a.none(), "n_blocks"_a.none(),
+             "times"_a.none(), "block_tokens"_a.none(),
+             nb::sig("def use_batch(self, tokens: Array, n_blocks: Array, times: "
+                     "NDArray[numpy.float64], block_tokens: Int) -> tuple[NDArray[numpy.uint64], "
+                     "NDArray[numpy.uint64], NDArray[numpy.float64]]"),
+             docs::use_batch)
         .def("read", &ReuseStack::read, "depth"_a.none(), "n"_a.none(),
              nb::sig("def read(self, depth: Int, n: Int) -> tuple[NDArray[numpy.uint64], "
                      "NDArray[numpy.float64], NDArray[numpy.float64]]"),

@@ -1783,6 +1783,23 @@ class ReuseStack:
             MemoryError: no memory; nothing has changed.
         """
 
+    def use_batch(self, tokens: Array, n_blocks: Array, times: NDArray[numpy.float64], block_tokens: Int) -> tuple[NDArray[numpy.uint64], NDArray[numpy.uint64], NDArray[numpy.float64]]:
+        """
+        Many requests in one call: ``use`` for each, with the names of their blocks worked out here.
+
+        Args:
+            tokens: uint32, the prompts one after the other, ``block_tokens`` tokens a block.
+            n_blocks: uint64 ``(n,)``, the blocks of each.
+            times: float64 ``(n,)``, when each comes.
+            block_tokens: tokens of a block; the names are the format's chained hashes.
+
+        Returns ``(names, depths, stamps)`` of all blocks, one request after the other.
+
+        Raises:
+            InvalidArgument: the lengths do not add up, or a value is out of range; nothing has changed.
+            MemoryError: no memory; the requests before that point are used.
+        """
+
     def read(self, depth: Int, n: Int) -> tuple[NDArray[numpy.uint64], NDArray[numpy.float64], NDArray[numpy.float64]]:
         """
         The blocks at depths ``depth`` to ``depth + n - 1``; the newest is 1.

@@ -21,18 +21,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-import kvpool
 from kvpool._core import ReuseStack
 
 from .in_flight import Served
-from .request import UNIT
+from .request import UNIT, Request
 from .tally import LogHistogram, TopTable
 
 __all__ = ["Names", "Reuse"]
 
 _MAX_NAMES = 8_000_000
-_AT = 2 ** np.arange(32) - 1  # where the first 1, 2, 4, ... blocks end
-_SAMPLE = 64  # requests from one sample of the retention to the next
+_STEP = 256  # requests that go to the stack in one call
+_SAMPLE = 64  # requests from one sample of the retention to the next, at least
 
 
 class Names(NamedTuple):
@@ -84,35 +83,41 @@ class Reuse:
     def feed(self, served: Served) -> None:
         """Takes these requests in, after those before."""
         begin = time.process_time()
-        depths, ages, hit_ages = [], [], []
-        cut = None if self.match_last else -1
-        for request, hits, at in served:
-            names = kvpool.block_hashes(request.units, UNIT)
-            depth, last = self.stack.use(names, at)
-            depths.append(depth[:cut])
-            ages.append(at - last[:cut])
-            if hits:
-                hit_ages.append(at - last[:hits])
-            n = len(names)
-            self.requests += 1
-            self.blocks += n
-            self.longest = max(self.longest, n)
-            if request.session is not None:
-                self.sessions.add(request.session, 1, n, hits)
-            self._count_prefixes(names[_AT[: n.bit_length()]].tolist(), hits)
-            if self.requests % _SAMPLE == 0:
-                self._sample(at)
-            if self._chunks is not None:
-                self._chunks.append(names)
-                self._lengths.append(n)
-                if self.blocks > _MAX_NAMES:
-                    self._chunks, self._lengths = None, []
-        if depths:
-            self._count(np.concatenate(depths))
-            self.age_s.add(np.concatenate(ages))
-        if hit_ages:
-            self.hit_age_s.add(np.concatenate(hit_ages))
+        for i in range(0, len(served), _STEP):
+            requests = served.requests[i : i + _STEP]
+            self._feed(requests, served.hit_blocks[i : i + _STEP], served.at[i : i + _STEP])
         self.processor_s += time.process_time() - begin
+
+    def _feed(self, requests: Row[Request], hits: Row[int], at: Row[float]) -> None:
+        lengths = [len(request.units) // UNIT for request in requests]
+        units = np.concatenate([request.units for request in requests])
+        times = np.asarray(at, np.float64)
+        names, depths, last = self.stack.use_batch(units, lengths, times, UNIT)
+        n = np.array(lengths)
+        ends = np.cumsum(n)
+        ages = np.repeat(times, n) - last
+        place = np.arange(len(names)) - np.repeat(ends - n, n)  # of each block in its prompt
+        if not self.match_last:
+            depths[ends[n > 0] - 1] = 0
+        self._count(depths)
+        self.age_s.add(ages[depths > 0])
+        self.hit_age_s.add(ages[place < np.repeat(np.asarray(hits), n)])
+        firsts = np.flatnonzero((place & (place + 1)) == 0)  # the first 1, 2, 4, ... blocks
+        self._count_prefixes(names[firsts].tolist(), place[firsts].tolist(), lengths, hits)
+        for request, blocks, hit in zip(requests, lengths, hits, strict=True):
+            if request.session is not None:
+                self.sessions.add(request.session, 1, blocks, hit)
+        before = self.requests
+        self.requests += len(requests)
+        self.blocks += len(names)
+        self.longest = max(self.longest, *lengths)
+        if self.requests // _SAMPLE > before // _SAMPLE:
+            self._sample(float(times[-1]))
+        if self._chunks is not None:
+            self._chunks.append(names)
+            self._lengths += lengths
+            if self.blocks > _MAX_NAMES:
+                self._chunks, self._lengths = None, []
 
     def _count(self, depths: NDArray[np.uint64]) -> None:
         found = depths[depths > 0].astype(np.int64)
@@ -127,17 +132,23 @@ class Reuse:
         self.seen_before += len(found)
         self.depth_histogram.add(found)
 
-    def _count_prefixes(self, names: list[int], hits: int) -> None:
+    def _count_prefixes(
+        self, names: list[int], places: list[int], lengths: Row[int], hits: Row[int]
+    ) -> None:
         """The names of the first 1, 2, 4, ... blocks; the loop is Python's, so it is kept short."""
-        rows = self.prefixes.rows
-        for i, name in enumerate(names):
-            row = rows.get((name, i))
+        rows, owner = self.prefixes.rows, -1
+        owners = iter(range(len(lengths)))
+        for name, place in zip(names, places, strict=True):
+            if place == 0:
+                owner = next(i for i in owners if lengths[i])
+            hit = hits[owner] > place
+            row = rows.get((name, place))
             if row is None:
-                self.prefixes.add((name, i), 1, int(hits >= 1 << i))
+                self.prefixes.add((name, place), 1, int(hit))
                 rows = self.prefixes.rows
             else:
                 row[0] += 1
-                row[1] += hits >= 1 << i
+                row[1] += hit
 
     def _sample(self, at: float) -> None:
         for size, histogram in self.retention_s.items():
@@ -186,9 +197,9 @@ class Reuse:
         Sorted by the blocks that sharing saves: (requests - 1) * blocks.
         """
         rows = []
-        for (name, i), (uses, hits) in self.prefixes.top(4 * n + 1000):
+        for (name, place), (uses, hits) in self.prefixes.top(4 * n + 1000):
             if uses > 1:
-                rows.append({"prefix": f"{name:016x}", "blocks": 1 << i, "requests": uses})
+                rows.append({"prefix": f"{name:016x}", "blocks": place + 1, "requests": uses})
                 rows[-1]["hits"] = hits
         rows.sort(key=lambda row: -(row["requests"] - 1) * row["blocks"])
         return rows[:n]
