@@ -9,6 +9,7 @@
 #   make bench-transfer   pushes over loopback against a bare gRPC stream
 #   make bench-files   envelopes to and from a file, against cat
 #   make bench-peers   the block manager against other engines', on a trace
+#   make bench-replay  reading a trace, replaying it, every pool size at once
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
 #   make asan     the Python suite on a sanitized build
@@ -31,8 +32,8 @@ SOURCES := pyproject.toml CMakeLists.txt \
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
-.PHONY: run test test-c test-py check bench bench-bytes bench-files bench-peers bench-transfer mutants parity \
-	asan fuzz soak soak-transfer arch clean system-packages help
+.PHONY: run test test-c test-py check bench bench-bytes bench-files bench-peers bench-transfer bench-replay mutants \
+	parity asan fuzz soak soak-transfer arch clean system-packages help
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -190,6 +191,10 @@ TRACE ?= ../shared/traces/conversation.jsonl
 bench-peers: $(VENV)/tools
 	mkdir -p build/bench
 	$(BIN)/python benchmarks/bench_peers.py --trace $(TRACE) --json build/bench/peers.json
+
+bench-replay: $(VENV)/tools
+	mkdir -p build/bench
+	$(BIN)/python benchmarks/bench_replay.py --trace $(TRACE) --json build/bench/replay.json
 
 clean:
 	rm -rf build $(VENV)
