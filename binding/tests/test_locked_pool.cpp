@@ -216,8 +216,14 @@ void serve(LockedPool &pool, tl_kv_mgr *const &mgr, int me, int steps) {
 
 // One manager at a time, which ends by drop_manager, by close() or with the pool.
 void a_manager_ends_while_others_use_it() {
-    const tl_kv_mgr_options options = {
-        0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs, tl_kv_prefetch, tl_kv_import_private};
+    const tl_kv_mgr_options options = {0,
+                                       0,
+                                       tl_kv_evict,
+                                       tl_kv_find,
+                                       tl_kv_refs,
+                                       tl_kv_prefetch,
+                                       tl_kv_import_private,
+                                       tl_kv_copy_block};
     for (int round = 0; round < 60; round++) {
         LockedPool pool(make_memory());
         tl_kv_mgr *mgr = nullptr, *second = nullptr;

@@ -403,7 +403,7 @@ TL_TEST(create_opt_takes_known_flags_only) {
     const tl_kv_cfg cfg = {4, 2, 1, 1, 2, TL_F16, 1};
     tl_kv_pool *p = NULL;
     for (uint32_t flags = 0; flags <= TL_KV_ALL_FLAGS; flags++) {
-        const tl_kv_options opt = {flags};
+        const tl_kv_options opt = {.flags = flags};
         TL_OK_(tl_kv_pool_create_opt(&cfg, &opt, &p));
         TL_OK_(tl_kv_check(p));
         KV_STATS(p, 4, 0, 0);
@@ -413,7 +413,7 @@ TL_TEST(create_opt_takes_known_flags_only) {
     tl_kv_pool_destroy(p);
     static const uint32_t unknown[] = {4, 8, 0x80000000, UINT32_MAX};
     for (int i = 0; i < 4; i++) {
-        const tl_kv_options opt = {unknown[i]};
+        const tl_kv_options opt = {.flags = unknown[i]};
         p = (tl_kv_pool *)(uintptr_t)64;
         KV_REFUSED(tl_kv_pool_create_opt(&cfg, &opt, &p), TL_EINVAL);
         TL_CHECK(strncmp(tl_last_error(), "tl_kv_pool_create_opt:", 22) == 0);

@@ -15,8 +15,9 @@
 #include <stdlib.h>
 
 static tl_kv_mgr *mgr_new(tl_kv_pool *p, uint32_t flags, uint32_t watermark) {
-    const tl_kv_mgr_options opt = {flags,      watermark,      tl_kv_evict,         tl_kv_find,
-                                   tl_kv_refs, tl_kv_prefetch, tl_kv_import_private};
+    const tl_kv_mgr_options opt = {
+        flags,      watermark,      tl_kv_evict,          tl_kv_find,
+        tl_kv_refs, tl_kv_prefetch, tl_kv_import_private, tl_kv_copy_block};
     tl_kv_mgr *m = NULL;
     TL_OK_(tl_kv_mgr_create(p, &opt, &m));
     return m;
@@ -636,9 +637,9 @@ TL_TEST(create_fails_cleanly) {
     tl_kv_mgr *m;
     for (uint32_t k = 1;; k++) {
         tl_count_fail_at(k);
-        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS,    0,          tl_kv_evict,
-                                       tl_kv_find,          tl_kv_refs, tl_kv_prefetch,
-                                       tl_kv_import_private};
+        const tl_kv_mgr_options opt = {TL_KV_MGR_EVENTS,     0,          tl_kv_evict,
+                                       tl_kv_find,           tl_kv_refs, tl_kv_prefetch,
+                                       tl_kv_import_private, NULL};
         const tl_status status = tl_kv_mgr_create(p, &opt, &m);
         tl_count_fail_at(0);
         if (status == TL_OK)

@@ -23,15 +23,49 @@ extern "C" {
 #define TL_KV_NO_HUGE   2u /* do not advise the system to back the slab with huge pages */
 #define TL_KV_ALL_FLAGS 3u
 
+/*
+ * Whose memory the values are in:
+ *
+ *   slab NULL, copy NULL   the pool's: it allocates n_blocks * P bytes and frees them
+ *   slab                   the caller's: slab_bytes of it, at least n_blocks * P, aligned to 2 (to
+ *                          64 where kernels want that), alive and in place until destroy, which
+ *                          leaves it alone. Everything else is as with a slab of the pool's own
+ *   copy                   nobody's: a pool of ids. The values are on a device, or laid out in
+ *                          another way; the pool keeps references, fills and names, and has no
+ * bytes to give: tl_kv_block_ptr is NULL with the slot set, export in all its forms and import are
+ * TL_EUNSUPPORTED. cfg.dtype stays TL_F16
+ *
+ * copy(user, src, dst) is called where a pool with a slab copies block src to block dst: inside
+ * tl_kv_cow, and inside the appends of a manager over it (tl_kv_copy in its options). It must be
+ * there, so that no copy can be forgotten. When it is called both blocks are held and dst is nobody
+ * else's; when it returns, the copy must be done or ordered before everything that the caller does
+ * next with the two (a stream does that). It cannot fail, and of the pool's functions it may call
+ * tl_kv_ref alone, on src and dst, for a copy that is made later.
+ */
 typedef struct {
     uint32_t flags;
+    void *slab;
+    size_t slab_bytes;
+    void (*copy)(void *user, uint32_t src, uint32_t dst);
+    void *user;
 } tl_kv_options;
 
-/* tl_kv_pool_create with options; opt NULL means flags 0. TL_EINVAL for unknown flags as well. */
+/*
+ * tl_kv_pool_create with options; opt NULL means all zero. TL_EINVAL as well: unknown flags, slab
+ * and copy both given, a slab that is too small or not aligned, slab_bytes without a slab, or
+ * TL_KV_TOUCH where the pool has no slab of its own.
+ */
 TL_API tl_status tl_kv_pool_create_opt(const tl_kv_cfg *cfg, const tl_kv_options *opt,
                                        tl_kv_pool **out);
 
-/* Bytes the pool has allocated besides its slab: records, free list, index. */
+/*
+ * Copies the contents of block src to block dst, both held, as tl_kv_cow does it: in the slab, or
+ * by the copy of the options. For tl_kv_mgr_options.copy. An id out of range: the slot, and nothing
+ * is done. O(P).
+ */
+TL_API void tl_kv_copy_block(tl_kv_pool *p, uint32_t src, uint32_t dst);
+
+/* Bytes the pool has allocated besides the slab: records, free list, index. */
 TL_API size_t tl_kv_meta_bytes(const tl_kv_pool *p);
 
 /* ---- one block's state --------------------------------------------------------------------- */

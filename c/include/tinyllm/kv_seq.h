@@ -65,6 +65,8 @@ typedef struct {
      *              own, and an append that is refused may have given a tail that others hold its
      *              own copy.
      *   prefetch   tl_kv_prefetch. Without: a commit into a large pool waits for memory.
+     *   copy       tl_kv_copy_block. Without: blocks are copied by memcpy between what
+     *              tl_kv_block_ptr gives, so a pool of ids, which gives nothing, is refused.
      */
     tl_status (*evict)(tl_kv_pool *p, uint32_t id);
     int (*find)(const tl_kv_pool *p, uint64_t hash, uint32_t *id);
@@ -72,13 +74,14 @@ typedef struct {
     void (*prefetch)(const tl_kv_pool *p, uint64_t hash, int near);
     /* tl_kv_import_private. Without: tl_kv_mgr_import_private is TL_EUNSUPPORTED. */
     tl_status (*import_private)(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids_out);
+    void (*copy)(tl_kv_pool *p, uint32_t src, uint32_t dst);
 } tl_kv_mgr_options;
 
 /*
  * A manager over a pool that outlives it. opt NULL means all zero. TL_EINVAL: p or out NULL,
- * unknown flags, a watermark of n_blocks or more; TL_ENOMEM; TL_EIO: the system gives no random
- * bytes for the secret that hits are verified with. *out is NULL on failure.
- * O(n_blocks): 40 bytes a block.
+ * unknown flags, a watermark of n_blocks or more; TL_EUNSUPPORTED: a pool without a slab and no
+ * copy; TL_ENOMEM; TL_EIO: the system gives no random bytes for the secret that hits are verified
+ * with. *out is NULL on failure. O(n_blocks): 40 bytes a block.
  */
 TL_API tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mgr **out);
 
@@ -162,8 +165,9 @@ typedef struct {
 /*
  * Appends n tokens and makes their slots writable: new blocks where the last is full, and a copy of
  * the last one where it is partial and shared, or full, registered and cut (truncate). The copy of
- * the contents is done; copies[0] tells it (copies may be NULL), *n_copies is 0 or 1.
- * TL_EFULL: not enough blocks. TL_EINVAL: toks NULL with n > 0. TL_ENOMEM. O(n).
+ * the contents is done (for a pool of ids: by its copy); copies[0] tells it (copies may be NULL),
+ * *n_copies is 0 or 1. TL_EFULL: not enough blocks. TL_EINVAL: toks NULL with n > 0. TL_ENOMEM.
+ * O(n).
  */
 TL_API tl_status tl_kv_seq_append(tl_kv_mgr *m, tl_kv_seq s, const uint32_t *toks, size_t n,
                                   tl_kv_copy *copies, size_t *n_copies);

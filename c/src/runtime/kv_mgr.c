@@ -35,6 +35,11 @@ tl_status tl_kv_mgr_create(tl_kv_pool *p, const tl_kv_mgr_options *opt, tl_kv_mg
         return tl_fail(TL_EINVAL, "tl_kv_mgr_create: watermark %" PRIu32 " of %" PRIu32 " blocks",
                        opt->watermark, cfg.n_blocks);
     }
+    if (opt->copy == NULL && tl_kv_block_ptr(p, 0, 0, 0) == NULL) {
+        return tl_fail(TL_EUNSUPPORTED,
+                       "tl_kv_mgr_create: the pool has no slab, and the options no "
+                       "copy");
+    }
     tl_kv_stats stats;
     tl_kv_stats_get(p, &stats);
     const size_t n = cfg.n_blocks;

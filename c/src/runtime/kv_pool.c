@@ -34,8 +34,23 @@ static int block_sizes(const tl_kv_cfg *cfg, size_t *plane, size_t *block) {
            tl_mul_size(*plane, cfg->n_layers, &n) && tl_mul_size(n, 2, block);
 }
 
-tl_status tl_kv_pool_create_flags(const tl_kv_cfg *cfg, unsigned flags, const char *who,
-                                  tl_kv_pool **out) {
+/* Why the caller's slab cannot be this pool's, or NULL. */
+static const char *slab_trouble(const tl_kv_options *opt, size_t slab_bytes) {
+    if (opt->slab == NULL) {
+        return opt->slab_bytes != 0 ? "slab_bytes without a slab"
+               : opt->copy != NULL && (opt->flags & TL_KV_TOUCH)
+                   ? "TL_KV_TOUCH, but a pool of ids has no slab to touch"
+                   : NULL;
+    }
+    return opt->copy != NULL ? "slab and copy: values are in a slab, or copied for the pool"
+           : opt->slab_bytes < slab_bytes  ? "slab_bytes is less than n_blocks * P"
+           : (uintptr_t)opt->slab % 2 != 0 ? "slab is not aligned to 2"
+           : opt->flags & TL_KV_TOUCH      ? "TL_KV_TOUCH would overwrite the caller's slab"
+                                           : NULL;
+}
+
+tl_status tl_kv_pool_create_with(const tl_kv_cfg *cfg, const tl_kv_options *opt, const char *who,
+                                 tl_kv_pool **out) {
     if (out == NULL) {
         return tl_fail(TL_EINVAL, "%s: out is NULL", who);
     }
@@ -67,12 +82,22 @@ tl_status tl_kv_pool_create_flags(const tl_kv_cfg *cfg, unsigned flags, const ch
         !tl_mul_size(n, sizeof(tl_kv_block), &record_bytes)) {
         return tl_fail(TL_EINVAL, "%s: the slab's size overflows", who);
     }
+    const char *trouble = slab_trouble(opt, slab_bytes);
+    if (trouble != NULL) {
+        return tl_fail(TL_EINVAL, "%s: %s (%zu bytes, found %zu)", who, trouble, slab_bytes,
+                       opt->slab_bytes);
+    }
 
     tl_kv_pool *p = tl_alloc(sizeof *p, _Alignof(tl_kv_pool));
     if (p == NULL) {
         return tl_fail(TL_ENOMEM, "%s: no memory for the pool", who);
     }
-    *p = (tl_kv_pool){.cfg = *cfg, .block_bytes = block_bytes, .plane_bytes = plane_bytes};
+    *p = (tl_kv_pool){.cfg = *cfg,
+                      .block_bytes = block_bytes,
+                      .plane_bytes = plane_bytes,
+                      .slab = opt->slab,
+                      .copy = opt->copy,
+                      .copy_user = opt->user};
     tl_lru_init(&p->cached);
     tl_status status = tl_vec_init(&p->free_ids, sizeof(uint32_t));
     const char *what = "the free list";
@@ -96,11 +121,13 @@ tl_status tl_kv_pool_create_flags(const tl_kv_cfg *cfg, unsigned flags, const ch
     }
     what = "the slab";
     status = TL_ENOMEM;
-    p->slab = tl_alloc_array(slab_bytes, !(flags & TL_KV_NO_HUGE));
-    if (p->slab == NULL) {
-        goto fail;
+    if (opt->slab == NULL && opt->copy == NULL) {
+        p->slab = p->own_slab = tl_alloc_array(slab_bytes, !(opt->flags & TL_KV_NO_HUGE));
+        if (p->slab == NULL) {
+            goto fail;
+        }
     }
-    if (flags & TL_KV_TOUCH) {
+    if (opt->flags & TL_KV_TOUCH) {
         memset(p->slab, 0, slab_bytes);
     }
     memset(p->blocks, 0, record_bytes);
@@ -119,14 +146,15 @@ fail:
 }
 
 tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out) {
-    return tl_kv_pool_create_flags(cfg, 0, "tl_kv_pool_create", out);
+    static const tl_kv_options none = {0};
+    return tl_kv_pool_create_with(cfg, &none, "tl_kv_pool_create", out);
 }
 
 void tl_kv_pool_destroy(tl_kv_pool *p) {
     if (p == NULL) {
         return;
     }
-    tl_free(p->slab);
+    tl_free(p->own_slab);
     tl_map_destroy(p->index);
     tl_free(p->marks);
     tl_free(p->blocks);
@@ -284,7 +312,7 @@ tl_status tl_kv_cow(tl_kv_pool *p, uint32_t id, uint32_t *out) {
     }
     uint32_t copy;
     take_blocks(p, 1, &copy);
-    memcpy(p->slab + copy * p->block_bytes, p->slab + id * p->block_bytes, p->block_bytes);
+    tl_kv_copy_contents(p, id, copy);
     p->blocks[copy].fill = b->fill;
     b->refs--;
     *out = copy;
@@ -321,6 +349,10 @@ void *tl_kv_block_ptr(const tl_kv_pool *p, uint32_t id, uint32_t layer, int is_v
     if (layer >= p->cfg.n_layers) {
         tl_errorf("tl_kv_block_ptr: layer %" PRIu32 " is out of range, the pool has %" PRIu32,
                   layer, p->cfg.n_layers);
+        return NULL;
+    }
+    if (TL_UNLIKELY(p->slab == NULL)) {
+        tl_set_last_error("tl_kv_block_ptr: a pool of ids has no slab");
         return NULL;
     }
     const size_t plane = (size_t)layer * 2 + (is_v != 0);
@@ -500,10 +532,18 @@ static uint32_t put_payload(const tl_kv_pool *p, uint32_t id, uint8_t *out, zero
     return crc;
 }
 
+TL_COLD static tl_status no_slab(const char *who) {
+    return tl_fail(TL_EUNSUPPORTED, "%s: a pool of ids has no values, whoever has them moves them",
+                   who);
+}
+
 tl_status tl_kv_export_check(const tl_kv_pool *p, const uint32_t *ids, uint32_t n, const char *who,
                              size_t *size) {
     if (p == NULL || (ids == NULL && n > 0)) {
         return tl_fail(TL_EINVAL, "%s: %s is NULL", who, p == NULL ? "p" : "ids");
+    }
+    if (p->slab == NULL) {
+        return no_slab(who);
     }
     for (uint32_t i = 0; i < n; i++) {
         const tl_kv_block *b = held_block_at(p, ids[i], who);
@@ -724,6 +764,9 @@ tl_status tl_kv_validate(const tl_kv_cfg *cfg, const uint8_t *in, size_t len, co
 tl_status tl_kv_import(tl_kv_pool *p, const void *buf, size_t len, uint32_t *ids_out) {
     if (p == NULL || buf == NULL) {
         return tl_fail(TL_EINVAL, "tl_kv_import: %s is NULL", p == NULL ? "p" : "buf");
+    }
+    if (p->slab == NULL) {
+        return no_slab("tl_kv_import");
     }
     tl_kv_envelope envelope;
     tl_status status = tl_kv_validate(&p->cfg, buf, len, "tl_kv_import", &envelope);

@@ -17,15 +17,16 @@
 /* ---- creation and state -------------------------------------------------------------------- */
 
 tl_status tl_kv_pool_create_opt(const tl_kv_cfg *cfg, const tl_kv_options *opt, tl_kv_pool **out) {
-    const uint32_t flags = opt == NULL ? 0 : opt->flags;
-    if (flags & ~TL_KV_ALL_FLAGS) {
+    static const tl_kv_options none = {0};
+    opt = opt == NULL ? &none : opt;
+    if (opt->flags & ~TL_KV_ALL_FLAGS) {
         if (out != NULL) {
             *out = NULL;
         }
         return tl_fail(TL_EINVAL, "tl_kv_pool_create_opt: unknown flags 0x%" PRIx32,
-                       flags & ~TL_KV_ALL_FLAGS);
+                       opt->flags & ~TL_KV_ALL_FLAGS);
     }
-    return tl_kv_pool_create_flags(cfg, flags, "tl_kv_pool_create_opt", out);
+    return tl_kv_pool_create_with(cfg, opt, "tl_kv_pool_create_opt", out);
 }
 
 size_t tl_kv_meta_bytes(const tl_kv_pool *p) {
@@ -45,6 +46,13 @@ static const tl_kv_block *block_or_null(const tl_kv_pool *p, uint32_t id, const 
         return NULL;
     }
     return &p->blocks[id];
+}
+
+void tl_kv_copy_block(tl_kv_pool *p, uint32_t src, uint32_t dst) {
+    if (block_or_null(p, src, "tl_kv_copy_block") != NULL &&
+        block_or_null(p, dst, "tl_kv_copy_block") != NULL && src != dst) {
+        tl_kv_copy_contents(p, src, dst);
+    }
 }
 
 uint32_t tl_kv_refs(const tl_kv_pool *p, uint32_t id) {

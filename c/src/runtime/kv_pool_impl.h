@@ -14,7 +14,9 @@
 
 #include "ds/list.h"
 #include "ds/swiss.h"
-#include "tinyllm/kv_pool.h"
+#include "tinyllm/kv_pool_ext.h"
+
+#include <string.h>
 
 typedef struct {
     tl_list_node lru;
@@ -30,7 +32,10 @@ struct tl_kv_pool {
     uint32_t evictions;
     size_t block_bytes; /* P */
     size_t plane_bytes; /* one layer's K or V of one block: P / (2 * n_layers) */
-    uint8_t *slab;
+    uint8_t *slab;      /* NULL: a pool of ids, and copy is there */
+    void *own_slab;     /* what destroy frees of it: the slab, or NULL when it is the caller's */
+    void (*copy)(void *user, uint32_t src, uint32_t dst);
+    void *copy_user;
     tl_kv_block *blocks;
     tl_vec free_ids; /* uint32_t, a stack, with room for n_blocks */
     tl_lru cached;
@@ -38,9 +43,19 @@ struct tl_kv_pool {
     uint8_t *marks; /* one bit a block, scratch of tl_kv_check */
 };
 
-/* tl_kv_pool_create with the flags of kv_pool_ext.h; `who` is the function named in errors. */
-tl_status tl_kv_pool_create_flags(const tl_kv_cfg *cfg, unsigned flags, const char *who,
-                                  tl_kv_pool **out);
+/* tl_kv_pool_create with options, whose flags are known ones; `who` is the function named in
+ * errors. */
+tl_status tl_kv_pool_create_with(const tl_kv_cfg *cfg, const tl_kv_options *opt, const char *who,
+                                 tl_kv_pool **out);
+
+/* The contents of block src, in block dst as well. */
+static inline void tl_kv_copy_contents(tl_kv_pool *p, uint32_t src, uint32_t dst) {
+    if (p->slab != NULL) {
+        memcpy(p->slab + dst * p->block_bytes, p->slab + src * p->block_bytes, p->block_bytes);
+    } else {
+        p->copy(p->copy_user, src, dst);
+    }
+}
 
 static inline tl_kv_block *tl_kv_block_of(tl_list_node *n) {
     return TL_CONTAINER_OF(n, tl_kv_block, lru);

@@ -407,8 +407,12 @@ static inline void push_token(tl_kv_mgr *m, tl_slot *s, uint32_t token) {
 static tl_kv_copy replace_tail(tl_kv_mgr *m, tl_slot *s, uint32_t fresh) {
     uint32_t *last = &seq_blocks(s)[s->n_blocks - 1];
     const tl_kv_copy copy = {*last, fresh};
-    memcpy(tl_kv_block_ptr(m->pool, fresh, 0, 0), tl_kv_block_ptr(m->pool, *last, 0, 0),
-           m->block_bytes);
+    if (m->opt.copy != NULL) {
+        m->opt.copy(m->pool, copy.src, fresh);
+    } else {
+        memcpy(tl_kv_block_ptr(m->pool, fresh, 0, 0), tl_kv_block_ptr(m->pool, copy.src, 0, 0),
+               m->block_bytes);
+    }
     *last = fresh;
     mgr_drop(m, copy.src);
     set_tail_fill(m, s);
