@@ -21,6 +21,17 @@ Args:
     n_layers, n_kv_heads, head_dim: the model's dimensions, each at least 1.
     touch: touch every page of the slab now: slow to create, no page faults later.
     huge_pages: advise the system to back the slab with huge pages.
+    slab: memory of yours to put the values in: a writable C-contiguous buffer (NumPy array, mmap,
+        shared memory) of float16 values or bytes, at least ``n_blocks * block_bytes`` long. It is
+        used in place, and held until the pool and its last view are gone; resize nothing that a
+        pool lies in. Two pools must not share a slab.
+    copy: makes this a pool of ids, whose values are elsewhere: on a device, or in another layout
+        (``kvpool.integrations.torch`` is one). ``copy(sources, destinations)``, two uint32 arrays
+        of equal length, is called wherever a pool with a slab copies blocks: before ``cow``, and
+        before an append of a ``BlockManager`` or ``Sequence``, returns. It may give the GIL up, and
+        is called by one thread at a time, in order; the blocks are held meanwhile. If it raises,
+        so does the call, which has happened all the same; the blocks stay held, and the next such
+        call makes the copy first.
 
 The slab takes ``n_blocks * block_bytes`` bytes of address space at once, and memory as its pages
 are first touched; its contents are undefined until they are written.
@@ -36,7 +47,8 @@ back with the last of them. A pool cannot be pickled or copied: blocks move as `
 belongs to the process that made it: in a child of ``os.fork`` every call raises ``Unsupported``.
 
 Raises:
-    InvalidArgument: a dimension is 0 or too large, or the slab's size overflows.
+    InvalidArgument: a dimension is 0 or too large, or the slab's size overflows; ``slab`` is too
+        short or no such buffer, ``copy`` no function, or both are given.
     MemoryError: the slab or the records cannot be had; nothing is leaked.
 
 Source: seed section 2.1; Kwon et al., Efficient Memory Management for Large Language Model Serving
@@ -255,6 +267,7 @@ block; nothing checks that here.
 
 Raises:
     InvalidArgument: the id is out of range, or the pool is closed.
+    Unsupported: a pool of ids.
 
 Source: seed section 2.1 (the layout of the slab).
 
@@ -273,6 +286,7 @@ an array of ids to gather a sequence's blocks. The rules of ``block`` hold.
 
 Raises:
     InvalidArgument: the pool is closed.
+    Unsupported: a pool of ids.
 
 >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
 >>> ids = pool.alloc(3)
@@ -289,6 +303,7 @@ the blocks' data alone. The GIL is released for large ones.
 
 Raises:
     InvalidArgument: an id is out of range, nobody holds the block, or its fill is 0.
+    Unsupported: a pool of ids.
     MemoryError: no memory for the bytes.
 
 Source: seed section 2.4; formats/kv-block.md.
@@ -326,6 +341,7 @@ Raises:
     ShapeMismatch: block_tokens, n_layers, n_kv_heads or head_dim differ from the pool's.
     PoolFull: fewer blocks are free or cached than it holds.
     InvalidArgument: the buffer is not contiguous, in the pool's own slab, or no buffer at all.
+    Unsupported: a pool of ids.
 
 Source: seed section 2.4; formats/kv-block.md.
 
@@ -389,10 +405,12 @@ constexpr const char *n_kv_heads = "KV heads of a layer.";
 constexpr const char *head_dim = "Elements of one head's K or V vector.";
 constexpr const char *dtype = "What the values are: 'float16', the only dtype of format 1.";
 constexpr const char *format = "The version of the wire format: 1.";
+constexpr const char *has_slab = "False for a pool of ids, whose values are elsewhere (``copy``): "
+                                 "no block, slab, export, import.";
 constexpr const char *block_bytes =
     "Bytes of one block's values: n_layers * 2 * n_kv_heads * block_tokens * head_dim * 2.";
 constexpr const char *meta_bytes =
-    "Bytes the pool has allocated besides its slab: records, free list, index.";
+    "Bytes the pool has allocated besides the slab: records, free list, index.";
 
 constexpr const char *block_hash =
     R"(The name of a full block: chained FNV-1a 64 over the parent's hash and the token ids.

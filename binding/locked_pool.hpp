@@ -52,7 +52,9 @@ struct Failure {
 
 class Memory {
   public:
-    explicit Memory(tl_kv_pool *pool) noexcept : pool_(pool) {}
+    // keep: what holds the slab, if it is not the pool's own; let go after the pool.
+    explicit Memory(tl_kv_pool *pool, std::shared_ptr<void> keep = nullptr) noexcept
+        : keep_(std::move(keep)), pool_(pool) {}
     Memory(const Memory &) = delete;
     Memory &operator=(const Memory &) = delete;
     ~Memory() {
@@ -64,6 +66,7 @@ class Memory {
     }
 
   private:
+    const std::shared_ptr<void> keep_;
     tl_kv_pool *pool_;
 };
 

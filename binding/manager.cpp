@@ -54,9 +54,10 @@ int64_t int64_arg(nb::handle value, const char *name) {
 
 // ---- the core -----------------------------------------------------------------------------------
 
-ManagerCore::ManagerCore(std::shared_ptr<LockedPool> pool, const tl_kv_cfg &cfg, size_t block_bytes,
-                         const tl_kv_mgr_options &options)
-    : pool_(std::move(pool)), cfg_(cfg), block_bytes_(block_bytes), options_(options) {
+ManagerCore::ManagerCore(std::shared_ptr<LockedPool> pool, std::shared_ptr<Copies> copies,
+                         const tl_kv_cfg &cfg, size_t block_bytes, const tl_kv_mgr_options &options)
+    : pool_(std::move(pool)), copies_(std::move(copies)), cfg_(cfg), block_bytes_(block_bytes),
+      options_(options) {
     Failure failure;
     {
         nb::gil_scoped_release nogil; // records for every block
@@ -124,8 +125,14 @@ BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle 
         raise_type("pool: expected a Pool, found %.100R (%s)", pool.ptr(),
                    Py_TYPE(pool.ptr())->tp_name);
     }
-    tl_kv_mgr_options options = {
-        0, 0, tl_kv_evict, tl_kv_find, tl_kv_refs, tl_kv_prefetch, tl_kv_import_private};
+    tl_kv_mgr_options options = {0,
+                                 0,
+                                 tl_kv_evict,
+                                 tl_kv_find,
+                                 tl_kv_refs,
+                                 tl_kv_prefetch,
+                                 tl_kv_import_private,
+                                 tl_kv_copy_block};
     if (!PyUnicode_Check(prefix_cache.ptr())) {
         raise_type("prefix_cache: expected 'hash' or 'none', found %.100R (%s)", prefix_cache.ptr(),
                    Py_TYPE(prefix_cache.ptr())->tp_name);
@@ -139,7 +146,8 @@ BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle 
     if (flag_arg(events, "events")) {
         options.flags |= TL_KV_MGR_EVENTS;
     }
-    core_ = std::make_shared<ManagerCore>(p->locked(), p->cfg(), p->block_bytes(), options);
+    core_ = std::make_shared<ManagerCore>(p->locked(), p->copies(), p->cfg(), p->block_bytes(),
+                                          options);
     pool_ = nb::borrow(pool);
 }
 
@@ -257,6 +265,7 @@ nb::object BlockManager::append(nb::handle seqs, nb::handle tokens) {
     core_->run(core_->append_work(n), [&](tl_kv_mgr *m, tl_kv_pool *) {
         return tl_kv_seq_append_batch(m, handles.data(), n, in.data(), copies.get(), &n_copies);
     });
+    core_->finish_copies();
     return copies_list(copies.get(), n_copies);
 }
 

@@ -18,6 +18,7 @@
 #include <nanobind/nanobind.h>
 
 #include "args.hpp"
+#include "slab.hpp"
 #include "support.hpp"
 
 namespace kvpool {
@@ -28,8 +29,8 @@ namespace nb = nanobind;
 // pool's mutex, by an op of run().
 class ManagerCore {
   public:
-    ManagerCore(std::shared_ptr<LockedPool> pool, const tl_kv_cfg &cfg, size_t block_bytes,
-                const tl_kv_mgr_options &options);
+    ManagerCore(std::shared_ptr<LockedPool> pool, std::shared_ptr<Copies> copies,
+                const tl_kv_cfg &cfg, size_t block_bytes, const tl_kv_mgr_options &options);
     ManagerCore(const ManagerCore &) = delete;
     ManagerCore &operator=(const ManagerCore &) = delete;
     ~ManagerCore();
@@ -86,6 +87,12 @@ class ManagerCore {
         return may_copy_.load(std::memory_order_relaxed) ? bytes_work(n * block_bytes_)
                                                          : Work::constant;
     }
+    // After an append: what a pool of ids asked for.
+    void finish_copies() {
+        if (copies_ != nullptr) {
+            copies_->finish(*pool_);
+        }
+    }
     void expect_copies() {
         may_copy_.store(true, std::memory_order_relaxed);
     }
@@ -110,6 +117,7 @@ class ManagerCore {
     };
 
     const std::shared_ptr<LockedPool> pool_;
+    const std::shared_ptr<Copies> copies_;
     const tl_kv_cfg cfg_;
     const size_t block_bytes_;
     const tl_kv_mgr_options options_;

@@ -41,7 +41,8 @@ void same_size(size_t n, size_t m, const char *what) {
 // ---- life ---------------------------------------------------------------------------------------
 
 Pool::Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb::handle n_kv_heads,
-           nb::handle head_dim, nb::handle touch, nb::handle huge_pages) {
+           nb::handle head_dim, nb::handle touch, nb::handle huge_pages, nb::handle slab,
+           nb::handle copy) {
     cfg_.n_blocks = scalar_arg<uint32_t>(n_blocks, "n_blocks");
     cfg_.block_tokens = scalar_arg<uint32_t>(block_tokens, "block_tokens");
     cfg_.n_layers = scalar_arg<uint32_t>(n_layers, "n_layers");
@@ -52,6 +53,21 @@ Pool::Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb
     tl_kv_options options = {0};
     options.flags |= flag_arg(touch, "touch") ? TL_KV_TOUCH : 0;
     options.flags |= flag_arg(huge_pages, "huge_pages") ? 0 : TL_KV_NO_HUGE;
+    if (!slab.is_none() && !copy.is_none()) {
+        raise_value("slab, copy: a pool has values in a slab, or a function that copies them: "
+                    "expected one of the two");
+    }
+    std::shared_ptr<void> keep;
+    if (!copy.is_none()) {
+        copies_ = std::make_shared<Copies>(nb::borrow(copy), cfg_.n_blocks);
+        options.copy = Copies::ask;
+        options.user = copies_.get();
+    } else if (!slab.is_none()) { // last of the arguments: see Buffer in args.hpp
+        SlabBuffer buffer = slab_buffer(slab);
+        options.slab = buffer.data;
+        options.slab_bytes = buffer.size;
+        keep = std::move(buffer.keep);
+    }
 
     Failure failure;
     tl_kv_pool *pool = nullptr;
@@ -65,7 +81,10 @@ Pool::Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb
     if (failure.status != TL_OK) {
         raise(failure);
     }
-    auto memory = std::make_shared<Memory>(pool);
+    if (copies_ != nullptr) {
+        copies_->serve(pool);
+    }
+    auto memory = std::make_shared<Memory>(pool, std::move(keep));
     block_bytes_ = tl_kv_block_bytes(pool);
     meta_bytes_ = tl_kv_meta_bytes(pool);
     const uint32_t dims[6] = {cfg_.n_blocks,   cfg_.n_layers,     2,
@@ -159,6 +178,7 @@ nb::object Pool::cow(nb::handle ids) {
         uint32_t id = in[0], copy = 0;
         run(bytes_work(block_bytes_),
             [id, &copy](tl_kv_pool *p) { return tl_kv_cow(p, id, &copy); });
+        finish_copies();
         return int_object(copy);
     }
     size_t n = in.size();
@@ -196,6 +216,7 @@ nb::object Pool::cow(nb::handle ids) {
         }
         return TL_OK;
     });
+    finish_copies();
     return copies;
 }
 
@@ -341,9 +362,12 @@ nb::object Pool::block(nb::handle id_arg) {
     uint32_t id = scalar_arg<uint32_t>(id_arg, "id");
     nb::object base = owner();
     void *data = nullptr;
-    run(Work::constant, [&](tl_kv_pool *p) {
+    run(Work::constant, [&](tl_kv_pool *p) -> tl_status {
         data = tl_kv_block_ptr(p, id, 0, 0);
-        return data == nullptr ? TL_EINVAL : TL_OK;
+        return data != nullptr ? TL_OK
+               : copies_ != nullptr && id < cfg_.n_blocks
+                   ? fail(TL_EUNSUPPORTED, "block: a pool of ids has no values to look at")
+                   : TL_EINVAL;
     });
     return view(std::move(base), data, 1);
 }
@@ -351,9 +375,11 @@ nb::object Pool::block(nb::handle id_arg) {
 nb::object Pool::slab() {
     nb::object base = owner();
     void *data = nullptr;
-    run(Work::constant, [&](tl_kv_pool *p) {
+    run(Work::constant, [&](tl_kv_pool *p) -> tl_status {
         data = tl_kv_block_ptr(p, 0, 0, 0);
-        return data == nullptr ? TL_EINVAL : TL_OK;
+        return data != nullptr
+                   ? TL_OK
+                   : fail(TL_EUNSUPPORTED, "slab: a pool of ids has no values to look at");
     });
     return view(std::move(base), data, 0);
 }
@@ -467,25 +493,59 @@ nb::object Pool::repr(nb::handle self) {
 
 // ---- the class ----------------------------------------------------------------------------------
 
+namespace {
+
+// A copy function may refer back to its pool: the collector must see that cycle.
+int pool_traverse(PyObject *self, visitproc visit, void *arg) {
+#if PY_VERSION_HEX >= 0x03090000
+    Py_VISIT(Py_TYPE(self));
+#endif
+    if (nb::inst_ready(self)) {
+        const auto &copies = nb::inst_ptr<Pool>(self)->copies();
+        if (copies != nullptr) {
+            Py_VISIT(copies->function());
+        }
+    }
+    return 0;
+}
+
+int pool_clear(PyObject *self) {
+    if (nb::inst_ready(self) && nb::inst_ptr<Pool>(self)->copies() != nullptr) {
+        nb::inst_ptr<Pool>(self)->copies()->forget_function();
+    }
+    return 0;
+}
+
+PyType_Slot pool_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void *>(pool_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(pool_clear)},
+    {0, nullptr},
+};
+
+} // namespace
+
 void bind_pool(nb::module_ &m) {
     namespace d = docs;
     stats_class = nb::object(nb::module_::import_("kvpool._stats").attr("Stats")).release().ptr();
 
-    nb::class_<Pool>(m, "Pool", nb::is_weak_referenceable(), d::pool)
+    nb::class_<Pool>(m, "Pool", nb::is_weak_referenceable(), nb::type_slots(pool_slots), d::pool)
         .def(
             "__init__",
             [](Pool *self, nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers,
-               nb::handle n_kv_heads, nb::handle head_dim, nb::handle touch,
-               nb::handle huge_pages) {
-                new (self)
-                    Pool(n_blocks, block_tokens, n_layers, n_kv_heads, head_dim, touch, huge_pages);
+               nb::handle n_kv_heads, nb::handle head_dim, nb::handle touch, nb::handle huge_pages,
+               nb::handle slab, nb::handle copy) {
+                new (self) Pool(n_blocks, block_tokens, n_layers, n_kv_heads, head_dim, touch,
+                                huge_pages, slab, copy);
             },
             "n_blocks"_a.none(), "block_tokens"_a.none() = 16, nb::kw_only(), "n_layers"_a.none(),
             "n_kv_heads"_a.none(), "head_dim"_a.none(), "touch"_a.none() = false,
-            "huge_pages"_a.none() = true,
+            "huge_pages"_a.none() = true, "slab"_a.none() = nb::none(),
+            "copy"_a.none() = nb::none(),
             nb::sig("def __init__(self, n_blocks: Int, block_tokens: Int = 16, *, n_layers: Int, "
                     "n_kv_heads: Int, head_dim: Int, touch: bool = False, "
-                    "huge_pages: bool = True) -> None"))
+                    "huge_pages: bool = True, slab: Buffer | NDArray[Any] | None = None, "
+                    "copy: Callable[[NDArray[numpy.uint32], NDArray[numpy.uint32]], object] | None "
+                    "= None) -> None"))
 
         .def("alloc", &Pool::alloc, "n"_a.none() = nb::none(),
              nb::sig("def alloc(self, n: int | None = None) -> object"), d::alloc)
@@ -536,6 +596,8 @@ void bind_pool(nb::module_ &m) {
             "dtype", [](const Pool &) { return "float16"; }, d::dtype)
         .def_prop_ro(
             "format", [](const Pool &p) { return p.cfg().format; }, d::format)
+        .def_prop_ro(
+            "has_slab", [](const Pool &p) { return p.copies() == nullptr; }, d::has_slab)
         .def_prop_ro("block_bytes", &Pool::block_bytes, d::block_bytes)
         .def_prop_ro("meta_bytes", &Pool::meta_bytes, d::meta_bytes)
 

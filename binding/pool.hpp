@@ -6,6 +6,7 @@
 #include "errors.hpp"
 #include "locked_pool.hpp"
 #include "numpy_api.hpp"
+#include "slab.hpp"
 #include "support.hpp"
 
 namespace kvpool {
@@ -15,7 +16,8 @@ namespace nb = nanobind;
 class Pool {
   public:
     Pool(nb::handle n_blocks, nb::handle block_tokens, nb::handle n_layers, nb::handle n_kv_heads,
-         nb::handle head_dim, nb::handle touch, nb::handle huge_pages);
+         nb::handle head_dim, nb::handle touch, nb::handle huge_pages, nb::handle slab,
+         nb::handle copy);
     Pool(const Pool &) = delete;
     Pool &operator=(const Pool &) = delete;
     ~Pool();
@@ -58,6 +60,10 @@ class Pool {
     const std::shared_ptr<LockedPool> &locked() const {
         return locked_;
     }
+    // Who copies blocks for a pool of ids; empty for a pool with a slab.
+    const std::shared_ptr<Copies> &copies() const {
+        return copies_;
+    }
 
   private:
     // Runs op under the mutex and raises when it fails; quiet: returns this status instead.
@@ -65,11 +71,17 @@ class Pool {
     template <class Read> nb::object read_each(nb::handle ids, int typenum, Read &&read);
     nb::object view(nb::object owner, void *data, int first_dim);
     nb::object owner();
+    void finish_copies() {
+        if (copies_ != nullptr) {
+            copies_->finish(*locked_);
+        }
+    }
 
     tl_kv_cfg cfg_{};
     size_t block_bytes_ = 0, meta_bytes_ = 0;
     npy_intp dims_[6], strides_[6]; // of the slab; a block's are [1..6)
     std::shared_ptr<LockedPool> locked_;
+    std::shared_ptr<Copies> copies_;
     nb::ft_mutex owner_mutex_;  // nothing when there is a GIL, which guards owner_ then
     PyObject *owner_ = nullptr; // a capsule, base of every view; NULL once closed
 };

@@ -138,6 +138,7 @@ nb::object Sequence::append(nb::handle tokens) {
     core_->run(core_->append_work(1), [&](tl_kv_mgr *m, tl_kv_pool *) {
         return tl_kv_seq_append(m, h, in.data(), in.size(), &copy, &n_copies);
     });
+    core_->finish_copies();
     return copies_list(&copy, n_copies);
 }
 

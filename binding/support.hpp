@@ -55,7 +55,7 @@ inline tl_status outside_slab(tl_kv_pool *pool, size_t slab_bytes, const void *b
                               const char *call) {
     const auto at = reinterpret_cast<uintptr_t>(buffer);
     const auto slab = reinterpret_cast<uintptr_t>(tl_kv_block_ptr(pool, 0, 0, 0));
-    if (size == 0 || at >= slab + slab_bytes || slab >= at + size) {
+    if (size == 0 || slab == 0 || at >= slab + slab_bytes || slab >= at + size) {
         return TL_OK;
     }
     return fail(TL_EINVAL, "%s: buffer: expected memory outside the pool, found a part of its slab",

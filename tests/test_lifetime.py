@@ -91,7 +91,7 @@ def test_every_operation_says_that_the_pool_is_closed(pool: kvpool.Pool, call: s
 def test_the_list_of_operations_is_complete() -> None:
     public = {n for n in dir(kvpool.Pool) if not n.startswith("_")}
     attributes = {
-        "block_bytes", "block_tokens", "close", "closed", "dtype", "format", "head_dim",
+        "block_bytes", "block_tokens", "close", "closed", "dtype", "format", "has_slab", "head_dim",
         "meta_bytes", "n_blocks", "n_kv_heads", "n_layers",
     }  # fmt: skip
     assert public - attributes == {n.removesuffix("_row") for n in CALLS} - {"import"} | {"import_"}
