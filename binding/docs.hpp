@@ -29,7 +29,8 @@ Args:
         (``kvpool.integrations.torch`` is one). ``copy(sources, destinations)``, two uint32 arrays
         of equal length, is called wherever a pool with a slab copies blocks: before ``cow``, and
         before an append of a ``BlockManager`` or ``Sequence``, returns. It may give the GIL up, and
-        is called by one thread at a time, in order; the blocks are held meanwhile. If it raises,
+        is called by one thread at a time, in order; within a call no source is a destination, so
+        that all can be copied at once. The blocks are held meanwhile. If it raises,
         so does the call, which has happened all the same; the blocks stay held, and the next such
         call makes the copy first.
 

@@ -1,7 +1,8 @@
 #include "slab.hpp"
 
+#include <algorithm>
 #include <cstring>
-#include <tuple>
+#include <unordered_set>
 
 #include "args.hpp"
 #include "support.hpp"
@@ -52,35 +53,42 @@ void Copies::finish(LockedPool &pool) {
         if (room == 0) {
             return;
         }
-        nb::object sources = new_array(room, NPY_UINT32),
-                   destinations = new_array(room, NPY_UINT32);
-        auto *src = array_data<uint32_t>(sources), *dst = array_data<uint32_t>(destinations);
+        std::vector<std::pair<uint32_t, uint32_t>> asked(room);
         Failure failure;
         // Only this thread takes some away while it is its turn, so there are `room` of them.
         call(
             pool, Work::constant,
             [&](tl_kv_pool *) {
-                for (size_t i = 0; i < room; i++) {
-                    std::tie(src[i], dst[i]) = asked_[i];
-                }
+                std::copy_n(asked_.begin(), room, asked.begin());
                 return TL_OK;
             },
             failure);
         if (failure.status != TL_OK) {
             return; // closed meanwhile: there is nothing left to copy
         }
+        // As many as can be made in any order: a block that was copied on before the copy into it
+        // was made (by another thread, or after a copy that raised) begins the next round.
+        size_t n = 0;
+        for (std::unordered_set<uint32_t> written; n < room && written.count(asked[n].first) == 0;
+             n++) {
+            written.insert(asked[n].second);
+        }
+        nb::object sources = new_array(n, NPY_UINT32), destinations = new_array(n, NPY_UINT32);
+        std::vector<uint32_t> held; // the arrays are the function's once it has them
+        for (size_t i = 0; i < n; i++) {
+            held.push_back(array_data<uint32_t>(sources)[i] = asked[i].first);
+            held.push_back(array_data<uint32_t>(destinations)[i] = asked[i].second);
+        }
         nb::object copy = copy_;
         if (!copy.is_valid()) {
             raise_value("copy: the function was collected as garbage, with the pool that had it");
         }
-        std::vector<uint32_t> held(src, src + room); // the arrays are the function's from here on
-        held.insert(held.end(), dst, dst + room);
         copy(sources, destinations);
         call(
             pool, Work::constant,
             [&](tl_kv_pool *p) {
                 (void)tl_kv_unref_many(p, held.data(), held.size());
-                asked_.erase(asked_.begin(), asked_.begin() + static_cast<std::ptrdiff_t>(room));
+                asked_.erase(asked_.begin(), asked_.begin() + static_cast<std::ptrdiff_t>(n));
                 n_asked_.store(asked_.size(), std::memory_order_release);
                 return TL_OK;
             },

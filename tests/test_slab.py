@@ -251,12 +251,36 @@ def test_a_copy_that_raises_is_made_before_anything_else() -> None:
     assert pool.stats.used == 3  # nobody can take what is not copied yet
     broken = False
     b = pool.alloc()
+    keeper.values[b] = 6
     pool.ref(b)
     c = pool.cow(b)
     assert keeper.calls == [[(a, 1), (a, 2), (b, c)]]
     pool.unref([b, c])
     assert pool.stats.used == 0
     pool.check()
+
+
+def test_what_is_copied_on_before_it_is_written_is_copied_in_the_next_round() -> None:
+    keeper = Keeper()
+    fail = 1
+
+    def copy(sources: Any, destinations: Any) -> None:
+        nonlocal fail
+        fail -= 1
+        if fail >= 0:
+            raise RuntimeError
+        keeper(sources, destinations)
+
+    pool = ids_pool(copy=copy)
+    a = pool.alloc()
+    keeper.values[a] = 5
+    pool.ref(a)
+    with pytest.raises(RuntimeError):
+        pool.cow(a)  # block 1, not copied yet
+    pool.ref(1)
+    c = pool.cow(1)
+    assert keeper.calls == [[(a, 1)], [(1, c)]]
+    assert keeper.values[[1, c], 0].tolist() == [5, 5]
 
 
 def test_copy_may_call_the_pool() -> None:
