@@ -56,7 +56,7 @@ def test_any_writable_buffer_will_do(make: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.parametrize(("slab", "error", "text"), [
-    (np.zeros(31, np.float16), kvpool.InvalidArgument, r"slab_bytes is less .* \(64 bytes, found 62\)"),
+    (np.zeros(31, np.float16), kvpool.InvalidArgument, r"less than .* \(64 bytes, found 62\)"),
     (np.zeros((4, 16), np.float32), kvpool.ArgumentTypeError, "found format 'f'"),
     (np.zeros((4, 16), np.int16), kvpool.ArgumentTypeError, "found format 'h'"),
     (np.zeros((4, 16), ">f2"), kvpool.ArgumentTypeError, "found format '>e'"),
@@ -120,10 +120,10 @@ def test_a_dropped_slab_lives_on_under_its_pool() -> None:
 def test_a_pool_over_a_slab_that_outlives_the_interpreter_ends_quietly() -> None:
     code = (
         "import kvpool, sys\n"
-        "memory = bytearray(64)\n"
-        "sys.pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2, slab=memory)\n"
+        "shape = dict(block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2)\n"
+        "sys.pool = kvpool.Pool(4, slab=bytearray(64), **shape)\n"
         "sys.view = sys.pool.slab\n"
-        "sys.ids = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=2, copy=print)\n"
+        "sys.ids = kvpool.Pool(4, copy=print, **shape)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
