@@ -2,7 +2,12 @@
 The compiled part of kvpool: Pool and the functions of the wire format. Import them from kvpool.
 """
 
-from collections.abc import Iterable, Iterator, Sequence as Row
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence as Row
+)
 from os import PathLike
 from typing import (
     Any,
@@ -42,6 +47,18 @@ class Pool:
         n_layers, n_kv_heads, head_dim: the model's dimensions, each at least 1.
         touch: touch every page of the slab now: slow to create, no page faults later.
         huge_pages: advise the system to back the slab with huge pages.
+        slab: memory of yours to put the values in: a writable C-contiguous buffer (NumPy array, mmap,
+            shared memory) of float16 values or bytes, at least ``n_blocks * block_bytes`` long. It is
+            used in place, and held until the pool and its last view are gone; resize nothing that a
+            pool lies in. Two pools must not share a slab.
+        copy: makes this a pool of ids, whose values are elsewhere: on a device, or in another layout
+            (``kvpool.integrations.torch`` is one). ``copy(sources, destinations)``, two uint32 arrays
+            of equal length, is called wherever a pool with a slab copies blocks: before ``cow``, and
+            before an append of a ``BlockManager`` or ``Sequence``, returns. It may give the GIL up, and
+            is called by one thread at a time, in order; within a call no source is a destination, so
+            that all can be copied at once. The blocks are held meanwhile. If it raises,
+            so does the call, which has happened all the same; the blocks stay held, and the next such
+            call makes the copy first.
 
     The slab takes ``n_blocks * block_bytes`` bytes of address space at once, and memory as its pages
     are first touched; its contents are undefined until they are written.
@@ -57,7 +74,8 @@ class Pool:
     belongs to the process that made it: in a child of ``os.fork`` every call raises ``Unsupported``.
 
     Raises:
-        InvalidArgument: a dimension is 0 or too large, or the slab's size overflows.
+        InvalidArgument: a dimension is 0 or too large, or the slab's size overflows; ``slab`` is too
+            short or no such buffer, ``copy`` no function, or both are given.
         MemoryError: the slab or the records cannot be had; nothing is leaked.
 
     Source: seed section 2.1; Kwon et al., Efficient Memory Management for Large Language Model Serving
@@ -74,7 +92,7 @@ class Pool:
     True
     """
 
-    def __init__(self, n_blocks: Int, block_tokens: Int = 16, *, n_layers: Int, n_kv_heads: Int, head_dim: Int, touch: bool = False, huge_pages: bool = True) -> None: ...
+    def __init__(self, n_blocks: Int, block_tokens: Int = 16, *, n_layers: Int, n_kv_heads: Int, head_dim: Int, touch: bool = False, huge_pages: bool = True, slab: Buffer | NDArray[Any] | None = None, copy: Callable[[NDArray[numpy.uint32], NDArray[numpy.uint32]], object] | None = None) -> None: ...
 
     @overload
     def alloc(self, n: None = None) -> int:
@@ -320,6 +338,7 @@ class Pool:
 
         Raises:
             InvalidArgument: the id is out of range, or the pool is closed.
+            Unsupported: a pool of ids.
 
         Source: seed section 2.1 (the layout of the slab).
 
@@ -341,6 +360,7 @@ class Pool:
 
         Raises:
             InvalidArgument: the pool is closed.
+            Unsupported: a pool of ids.
 
         >>> pool = kvpool.Pool(4, block_tokens=2, n_layers=1, n_kv_heads=1, head_dim=4)
         >>> ids = pool.alloc(3)
@@ -358,6 +378,7 @@ class Pool:
 
         Raises:
             InvalidArgument: an id is out of range, nobody holds the block, or its fill is 0.
+            Unsupported: a pool of ids.
             MemoryError: no memory for the bytes.
 
         Source: seed section 2.4; formats/kv-block.md.
@@ -397,6 +418,7 @@ class Pool:
             ShapeMismatch: block_tokens, n_layers, n_kv_heads or head_dim differ from the pool's.
             PoolFull: fewer blocks are free or cached than it holds.
             InvalidArgument: the buffer is not contiguous, in the pool's own slab, or no buffer at all.
+            Unsupported: a pool of ids.
 
         Source: seed section 2.4; formats/kv-block.md.
 
@@ -490,6 +512,12 @@ class Pool:
         """The version of the wire format: 1."""
 
     @property
+    def has_slab(self) -> bool:
+        """
+        False for a pool of ids, whose values are elsewhere (``copy``): no block, slab, export, import.
+        """
+
+    @property
     def block_bytes(self) -> int:
         """
         Bytes of one block's values: n_layers * 2 * n_kv_heads * block_tokens * head_dim * 2.
@@ -498,7 +526,7 @@ class Pool:
     @property
     def meta_bytes(self) -> int:
         """
-        Bytes the pool has allocated besides its slab: records, free list, index.
+        Bytes the pool has allocated besides the slab: records, free list, index.
         """
 
     def __enter__(self) -> Self: ...
