@@ -299,6 +299,18 @@ TL_TEST(policies_do_what_their_names_say) {
     TL_EQ(hits, 2); /* counted from the eighth request on */
 }
 
+TL_TEST(a_request_never_evicts_its_own_blocks) {
+    /* 0 1 | 2 | 2 | 2 | 0 1 3 | 0 1 3 in a cache of three: 3 needs the room of 2, which is used
+     * more often than 1, the block before 3. */
+    const uint32_t blocks[] = {0, 1, 2, 2, 2, 0, 1, 3, 0, 1, 3};
+    const uint32_t parents[4] = {UINT32_MAX, 0, UINT32_MAX, 1};
+    const uint64_t starts[7] = {0, 2, 3, 4, 5, 8, 11};
+    const tl_trace t = {blocks, starts, parents, 6, 4};
+    uint64_t hits;
+    TL_STATUS(tl_policy_hits(TL_POLICY_LFU, &t, 3, 0, 1, &hits), TL_OK);
+    TL_EQ(hits, 0 + 0 + 1 + 1 + 2 + 3);
+}
+
 TL_TEST(a_trace_that_makes_no_sense_is_refused) {
     uint32_t blocks[3] = {0, 1, 2}, parents[3] = {UINT32_MAX, 0, 1};
     uint64_t starts[2] = {0, 3}, hits = 9;

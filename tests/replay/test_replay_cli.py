@@ -155,6 +155,8 @@ def test_in_a_pipe_there_is_no_bar_and_on_a_terminal_there_is(trace: str) -> Non
         os.close(master)
         assert process.wait(60) == 0
     assert b"replaying" in shown
+    assert b"requests, " in shown
+    assert b"/s" in shown
 
 
 def test_ctrl_c_prints_the_results_so_far(trace: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_support import BLOCKS, CEILING, conversation, request, sequential_hits
 
+import kvpool
 from kvpool.replay import (
     POLICIES,
     InFlight,
@@ -187,3 +189,39 @@ def test_fifo_lru_and_optimal_are_those_of_kvcache_simulator(seed: int) -> None:
             assert policy_hits(number, *ours, size, theirs.warmup_requests) == result.hitTokens
             compared += 1
     assert compared >= 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts)
+def test_a_batch_is_its_requests_one_by_one(steps: list[tuple[int, int, list[int]]]) -> None:
+    requests = [request(*ids) for ids in grow(steps)]
+    one, many = ReuseStack(1000), ReuseStack(1000)
+    times = np.arange(len(requests), dtype=np.float64)
+    units = np.concatenate([r.units for r in requests])
+    names, depths, stamps = many.use_batch(units, [r.n_blocks for r in requests], times, 2)
+    alone = [kvpool.block_hashes(r.units, 2) for r in requests]
+    found = [one.use(keys, at) for keys, at in zip(alone, times, strict=True)]
+    assert names.tolist() == np.concatenate(alone).tolist()
+    assert depths.tolist() == np.concatenate([d for d, _ in found]).tolist()
+    np.testing.assert_array_equal(stamps, np.concatenate([s for _, s in found]))
+    assert len(one) == len(many)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (([1, 2, 3, 4], [1], [0.0], 2), "a sum of 2, found 1"),
+        (([1, 2, 3, 4], [3], [0.0], 2), "a sum of 2, found more"),
+        (([1, 2, 3], [1], [0.0], 2), "a sum of 1"),
+        (([1, 2], [1], [0.0, 1.0], 2), "times: expected 1"),
+        (([1, 2], [1], [0.0], 0), "block_tokens"),
+        (([1, 2**32], [1], [0.0], 2), "tokens"),
+        (([1, 2], [2**64 - 1], [0.0], 2), "found more"),
+    ],
+)
+def test_a_batch_that_does_not_add_up_changes_nothing(arguments: Any, why: str) -> None:
+    tokens, lengths, times, size = arguments
+    stack = ReuseStack(10)
+    with pytest.raises(ValueError, match=why):
+        stack.use_batch(tokens, lengths, np.array(times), size)
+    assert len(stack) == 0

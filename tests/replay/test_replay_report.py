@@ -150,7 +150,7 @@ def test_what_a_browser_draws(page: str, tmp_path: Path, width: int) -> None:
     assert re.search(r"[\d.]+k? blocks \(.* GiB\): [\d.]+% of blocks hit", probe["readout"])
     narrow = width < 560
     for chart in probe["charts"]:
-        assert (chart["width"] <= 360) == narrow
+        assert (chart["width"] <= 460) == narrow
 
     # The curve: a blue line in every tenth of the plot's width, never falling.
     box = probe["charts"][0]

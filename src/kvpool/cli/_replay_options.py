@@ -91,15 +91,15 @@ def trace_stream(args: argparse.Namespace) -> Any:
 
 
 class _Sample:
-    """The workload that is always there: made from a seed, so that it takes no room."""
+    """The workload that is always there: `kvpool trace synth --seed 0`, made as it is read."""
 
-    REQUESTS = 6000
+    REQUESTS = 4000
 
     def __init__(self, block_tokens: int) -> None:
         from kvpool.replay.readers.source import Problems
 
         self.format, self.block_tokens, self.has_hashes = "synth", block_tokens, True
-        self.paths = [f"sample workload ({self.REQUESTS:,} requests, kvpool trace synth --seed 0)"]
+        self.paths = ["sample workload"]
         self.problems = Problems(skip=False)
         self.position, self.size = 0, self.REQUESTS
 

@@ -78,12 +78,12 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
     print()
 
 
-Advance = Callable[[float, str], None]
+Advance = Callable[[float, int, str], None]
 
 
 @contextmanager
 def progress(what: str, total: float | None) -> Iterator[Advance]:
-    """Gives a callable (done, text): a bar on stderr, with rate and time left, on a terminal.
+    """Gives a callable (done, n, "requests"): a bar on stderr, with rate and time left.
 
     ``done`` is in the unit of ``total``; nothing is shown in a pipe, or without rich.
     """
@@ -97,7 +97,7 @@ def progress(what: str, total: float | None) -> Iterator[Advance]:
         except ImportError:
             console = None
     if console is None:
-        yield lambda done, text: None
+        yield lambda done, n, what: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -108,12 +108,14 @@ def progress(what: str, total: float | None) -> Iterator[Advance]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total, text="")
-        last = 0.0
+        begin = last = time.monotonic()
 
-        def advance(done: float, text: str) -> None:
+        def advance(done: float, n: int, what: str) -> None:
             nonlocal last
-            if time.monotonic() - last > 0.05:
-                last = time.monotonic()
+            now = time.monotonic()
+            if now - last > 0.05:
+                last = now
+                text = f"{n:,} {what}, {n / (now - begin):,.0f}/s"
                 bar.update(task, completed=done, text=text)
 
         yield advance

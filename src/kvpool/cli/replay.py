@@ -202,7 +202,7 @@ def _study(args: argparse.Namespace) -> Study:
             batches = _with_samples(trace, args.samples) if args.samples else trace
             study.run(
                 batches, limit=args.limit,
-                advance=lambda done: bar(float(trace.position), f"{done:,} requests"),
+                advance=lambda done: bar(float(trace.position), done, "requests"),
             )  # fmt: skip
         study.parsed_bytes = trace.position if args.trace else 0
     if not reuse.requests and not study.interrupted:
@@ -216,7 +216,12 @@ def _study(args: argparse.Namespace) -> Study:
     ):
         with progress("other policies", float(12 * len(names))) as bar:
             done = iter(range(1, 12 * len(names) + 1))
-            study.simulate(names, 12, lambda: bar(float(next(done, 0)), ""))
+
+            def step() -> None:
+                n = next(done, 0)
+                bar(float(n), n, "simulations")
+
+            study.simulate(names, 12, step)
     return study
 
 
@@ -226,6 +231,8 @@ def _with_samples(trace: Any, n: int) -> Any:
 
 
 def _notes(study: Study, args: argparse.Namespace) -> None:
+    if not args.trace:
+        study.notes.append("A workload made by kvpool trace synth --seed 0, not a log of real use.")
     if not study.has_hashes:
         study.notes.append(
             f"The format {study.format} has no hashes, so nothing is known to be shared: this is "

@@ -134,7 +134,7 @@ def _read_trace(args: argparse.Namespace) -> tuple[Reuse, int, bool]:
                     times = [request.arrival_s for request in batch]
                     reuse.feed(Served(batch, [0] * len(batch), times))
                     done += len(batch)
-                    bar(float(trace.position), f"{done:,} requests")
+                    bar(float(trace.position), done, "requests")
                     if done == args.limit:
                         break
             except KeyboardInterrupt:

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             if out is not None:
                 for row in to_rows(batch):
                     out.write(json.dumps(row, separators=(",", ":")) + "\n")
-            bar(float(len(lengths)), "requests")
+            bar(float(len(lengths)), len(lengths), "requests")
     file = sys.stderr if args.out == "-" else sys.stdout
     if file is None:
         return 0

@@ -86,7 +86,7 @@ footer{color:var(--muted);font-size:13px;margin-top:18px}
   main{padding:14px 10px 30px}
   .card{padding:14px 12px}
   .wide{display:none!important}
-  .narrow{display:block!important}
+  .narrow{display:block!important;width:100%;max-width:460px}
   .tiles{grid-template-columns:1fr 1fr;gap:10px}
   h1{font-size:22px}
 }
