@@ -130,6 +130,35 @@ def test_mistakes_are_one_line(
     assert err.count("\n") == 1
 
 
+def test_without_the_extra_the_sample_runs_and_json_says_what_is_missing(trace: str) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('msgspec', 'rich', 'zstandard', 'matplotlib'): sys.modules[name] = None\n"
+        "from kvpool.cli import main\n"
+        "assert main(['replay', '--limit', '200', '--policies', 'none']) == 0\n"
+        f"assert main(['replay', {trace!r}]) == 2\n"
+        "assert main(['replay', '--limit', '9', '--plot', 'x.png']) == 2\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "200 requests" in done.stdout
+    assert "JSON traces need msgspec: pip install 'kvpool[replay]'" in done.stderr
+    assert "pictures need matplotlib: pip install 'kvpool[plot]'" in done.stderr
+
+
+def test_names_in_a_trace_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    row = {"tokens": list(range(64)), "session": "a\x1b[2Jb"}
+    path.write_text((json.dumps(row) + "\n") * 3)
+    out = run(capsys, "replay", str(path))
+    assert "a?[2Jb" in out
+    assert "\x1b" not in out
+
+
 @pytest.mark.parametrize("blocks", ["0", "x", "1,,2", "3000000000"])
 def test_sizes_that_are_none(blocks: str) -> None:
     with pytest.raises(SystemExit):

@@ -223,7 +223,7 @@ def test_the_command_shows_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_each_gib_of_the_real_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, MODELS["qwen2.5-7b"][0])
     arguments = ["size", "--config", path, "--memory", "64GiB", "--trace", conversation()]
-    assert main([*arguments, "--json"]) == 0
+    assert main([*arguments, "--json", "--block-tokens", "32"]) == 0
     trace = json.loads(capsys.readouterr().out)["trace"]
     assert (trace["blocks"], trace["longest_request_blocks"]) == (288_500, 247)
     rates = [row["block_hit_rate"] for row in trace["rows"]]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.replay.charts import count, duration, percent
 
-from ._tables import print_table, size_text
+from ._tables import clean, print_table, size_text
 
 if TYPE_CHECKING:
     from kvpool.replay.study import Study
@@ -18,17 +18,17 @@ def show(study: Study) -> None:
     """Sums, the replays, the hit curve, the policies, the distributions."""
     reuse = study.reuse
     print(
-        f"{study.name}: {reuse.requests:,} requests, "
+        f"{clean(study.name)}: {reuse.requests:,} requests, "
         f"{study.primary.prompt_tokens:,} prompt tokens, "
         f"{reuse.blocks:,} blocks of {study.block_tokens}"
         + (f", {duration(study.duration_s)}" if study.duration_s else "")
     )
     for note in study.notes:
-        print(f"note: {note}")
+        print(f"note: {clean(note)}")
     if study.problems.count:
         print(f"note: {study.problems.count:,} bad lines left out")
         for line in study.problems.first:
-            print(f"      {line}")
+            print(f"      {clean(line)}")
     print()
     _replays(study)
     if study.has_hashes and reuse.seen_before:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["parse_size", "print_table", "progress", "size_text"]
+__all__ = ["clean", "parse_size", "print_table", "progress", "size_text"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -43,8 +43,18 @@ def size_text(n_bytes: float) -> str:
     return f"{n_bytes:.4g} B"
 
 
+def clean(text: str) -> str:
+    """Without the control characters by which a name in a trace could steer the terminal.
+
+    >>> clean("a\\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first column is text, the others are numbers."""
+    rows = [[clean(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         try:
             from rich.box import SIMPLE_HEAD

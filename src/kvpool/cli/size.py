@@ -120,7 +120,8 @@ def _read_trace(args: argparse.Namespace) -> tuple[Reuse, int, bool]:
     from kvpool.replay import Reuse, Served
 
     reuse, done, interrupted = Reuse(keep_names=False), 0, False
-    with trace_stream(args) as trace:
+    # --block-tokens is the pool's; a trace's blocks are what its hashes say.
+    with trace_stream(argparse.Namespace(**{**vars(args), "block_tokens": None})) as trace:
         if not trace.has_hashes:
             raise InvalidArgument(
                 f"{trace.paths[0]}: the format {trace.format} has no hashes, so it cannot "

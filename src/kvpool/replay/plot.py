@@ -20,7 +20,7 @@ def plot(study: Study, path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingPackage.of("matplotlib", "--plot", "plot") from error
+        raise MissingPackage.of("matplotlib", "pictures", "plot") from error
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplots(2, 2)

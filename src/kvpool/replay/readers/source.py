@@ -83,7 +83,8 @@ class Source:
 
     def pieces(self, piece_bytes: int = _PIECE_BYTES) -> Iterator[Piece]:
         """All lines, in pieces of about ``piece_bytes``."""
-        line, rest = 1, b""
+        line, held = 1, 0
+        rest: list[bytes] = []  # of a line that has not ended yet
         while True:
             try:
                 data = self._file.read(piece_bytes)
@@ -93,16 +94,18 @@ class Source:
                 break
             cut = data.rfind(b"\n") + 1
             if cut == 0:
-                rest += data
-                if len(rest) > _MAX_LINE:
+                rest.append(data)
+                held += len(data)
+                if held > _MAX_LINE:
                     raise TraceError(f"{self.path}:{line}: a line of more than {_MAX_LINE} bytes")
                 continue
-            whole = rest + data[:cut]
-            rest = data[cut:]
+            whole = b"".join([*rest, data[:cut]])
+            rest, held = [data[cut:]], len(data) - cut
             yield Piece(whole, line)
             line += whole.count(b"\n")
-        if rest.strip():
-            yield Piece(rest, line)
+        last = b"".join(rest)
+        if last.strip():
+            yield Piece(last, line)
 
     def close(self) -> None:
         """Closes the file, if it is not standard input."""
