@@ -115,7 +115,7 @@ void ManagerCore::release_pins(bool all, const uint64_t *root) noexcept {
 // ---- life ---------------------------------------------------------------------------------------
 
 BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle watermark,
-                           nb::handle events) {
+                           nb::handle events, nb::handle tiers) {
     Pool *p;
     if (nb::isinstance<Pool>(pool) && !nb::inst_ready(pool)) {
         raise_type("pool: the Pool was never initialised: its class has an __init__ that does not "
@@ -146,16 +146,29 @@ BlockManager::BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle 
     if (flag_arg(events, "events")) {
         options.flags |= TL_KV_MGR_EVENTS;
     }
+    if (!tiers.is_none() && options.flags & TL_KV_MGR_NO_PREFIX_CACHE) {
+        raise_value("tiers: with prefix_cache='none' no block has a name to be kept under");
+    }
     core_ = std::make_shared<ManagerCore>(p->locked(), p->copies(), p->cfg(), p->block_bytes(),
                                           options);
     pool_ = nb::borrow(pool);
+    tiers_ = nb::none();
+    if (!tiers.is_none()) { // last: what it starts and opens is ours to stop and close
+        tiers_ = nb::module_::import_("kvpool.tiers").attr("attach")(pool, tiers);
+        core_->set_tiers(tiers_);
+    }
 }
 
 BlockManager::~BlockManager() = default;
 
 void BlockManager::close() {
-    nb::gil_scoped_release nogil; // until the call that is under way is done
-    core_->close();
+    {
+        nb::gil_scoped_release nogil; // until the call that is under way is done
+        core_->close();
+    }
+    if (tiers_.is_valid() && !tiers_.is_none()) {
+        tiers_.attr("close")();
+    }
 }
 
 bool BlockManager::closed() {
@@ -282,9 +295,7 @@ void BlockManager::commit(nb::handle seqs, nb::handle n_computed) {
     static_assert(sizeof(size_t) == sizeof(uint64_t), "lengths are passed on as they are");
     const size_t *each =
         lengths.has_value() ? reinterpret_cast<const size_t *>(lengths->data()) : nullptr;
-    core_->run(Work::constant, [&](tl_kv_mgr *m, tl_kv_pool *) {
-        return tl_kv_seq_commit_batch(m, handles.data(), handles.size(), each);
-    });
+    core_->commit(handles.data(), handles.roots(), handles.size(), each);
 }
 
 // ---- for kernels --------------------------------------------------------------------------------
@@ -416,6 +427,9 @@ void BlockManager::reset(nb::handle root_arg) {
         core_->release_pins(true, all ? nullptr : &root); // they keep what cannot be hit any more
         return tl_kv_mgr_reset(m, all ? nullptr : &root);
     });
+    if (!tiers_.is_none()) {
+        tiers_.attr("forget")(root_arg);
+    }
 }
 
 void BlockManager::evict(nb::handle ids) {
@@ -699,6 +713,7 @@ int manager_traverse(PyObject *self, visitproc visit, void *arg) {
 #endif
     if (nb::inst_ready(self)) {
         Py_VISIT(nb::inst_ptr<BlockManager>(self)->pool_.ptr());
+        Py_VISIT(nb::inst_ptr<BlockManager>(self)->tiers_.ptr());
     }
     return 0;
 }
@@ -706,6 +721,7 @@ int manager_traverse(PyObject *self, visitproc visit, void *arg) {
 int manager_clear(PyObject *self) {
     if (nb::inst_ready(self)) {
         nb::inst_ptr<BlockManager>(self)->pool_.reset();
+        nb::inst_ptr<BlockManager>(self)->tiers_.reset();
     }
     return 0;
 }
@@ -734,21 +750,37 @@ void bind_manager(nb::module_ &m) {
         .def(
             "__init__",
             [](BlockManager *self, nb::handle pool, nb::handle prefix_cache, nb::handle watermark,
-               nb::handle events) {
-                new (self) BlockManager(pool, prefix_cache, watermark, events);
+               nb::handle events, nb::handle tiers) {
+                new (self) BlockManager(pool, prefix_cache, watermark, events, tiers);
             },
             "pool"_a.none(), nb::kw_only(), "prefix_cache"_a.none() = "hash",
-            "watermark"_a.none() = 0, "events"_a.none() = false,
+            "watermark"_a.none() = 0, "events"_a.none() = false, "tiers"_a.none() = nb::none(),
             nb::sig("def __init__(self, pool: Pool, *, prefix_cache: Literal['hash', 'none'] = "
-                    "'hash', watermark: Int = 0, events: bool = False) -> None"))
+                    "'hash', watermark: Int = 0, events: bool = False, "
+                    "tiers: TierStack | Iterable[Tier | str] | None = None) -> None"))
 
-        .def("allocate", &BlockManager::allocate, "tokens"_a.none(), nb::kw_only(),
-             "namespace"_a.none() = 0, "max_cached_tokens"_a.none() = nb::none(),
-             "resumed"_a.none() = false, "match_last"_a.none() = false,
-             nb::sig("def allocate(self, tokens: Array, *, namespace: Int = 0, "
-                     "max_cached_tokens: Int | None = None, resumed: bool = False, "
-                     "match_last: bool = False) -> Sequence"),
-             d::allocate)
+        .def(
+            "allocate",
+            [](nb::handle self, nb::handle tokens, nb::handle root, nb::handle max_cached_tokens,
+               nb::handle resumed, nb::handle match_last) {
+                auto &b = *nb::inst_ptr<BlockManager>(self);
+                // With tiers they lead, and come back for what the pool alone would do.
+                return b.tiers_.is_valid() && !b.tiers_.is_none()
+                           ? nb::object(b.tiers_.attr("allocate")(
+                                 self, tokens, root, max_cached_tokens, resumed, match_last))
+                           : b.allocate(tokens, root, max_cached_tokens, resumed, match_last);
+            },
+            "tokens"_a.none(), nb::kw_only(), "namespace"_a.none() = 0,
+            "max_cached_tokens"_a.none() = nb::none(), "resumed"_a.none() = false,
+            "match_last"_a.none() = false,
+            nb::sig("def allocate(self, tokens: Array, *, namespace: Int = 0, "
+                    "max_cached_tokens: Int | None = None, resumed: bool = False, "
+                    "match_last: bool = False) -> Sequence"),
+            d::allocate)
+        .def("_allocate_in_pool", &BlockManager::allocate, "tokens"_a.none(), "root"_a.none(),
+             "max_cached_tokens"_a.none(), "resumed"_a.none(), "match_last"_a.none(),
+             nb::sig("def _allocate_in_pool(self, tokens: Array, root: Int, max_cached_tokens: Int "
+                     "| None, resumed: bool, match_last: bool) -> Sequence"))
         .def("can_allocate", &BlockManager::can_allocate, "tokens"_a.none(), nb::kw_only(),
              "namespace"_a.none() = 0, "max_cached_tokens"_a.none() = nb::none(),
              "match_last"_a.none() = false,
@@ -817,6 +849,10 @@ void bind_manager(nb::module_ &m) {
         .def("check", &BlockManager::check, d::check)
         .def("close", &BlockManager::close, d::close)
 
+        .def_prop_ro(
+            "tiers",
+            [](BlockManager &b) { return b.tiers_.is_valid() ? b.tiers_ : nb::object(nb::none()); },
+            nb::sig("def tiers(self) -> TierStack | None"), d::tiers)
         .def_prop_ro("stats", &BlockManager::stats, nb::sig("def stats(self) -> ManagerStats"),
                      d::stats)
         .def_prop_ro("pool", &BlockManager::pool, nb::sig("def pool(self) -> Pool"), d::pool)

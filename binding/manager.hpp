@@ -55,6 +55,12 @@ class ManagerCore {
 
     void close() noexcept;
 
+    // Commits as tl_kv_seq_commit_batch does, and tells the tiers, if there are any, which blocks
+    // became findable. roots[i] is the namespace of seqs[i].
+    void commit(const tl_kv_seq *seqs, const uint64_t *roots, size_t n, const size_t *n_computed);
+    // From now on commit tells `tiers`, for as long as that lives.
+    void set_tiers(nb::handle tiers);
+
     // Under the mutex: keeps the committed full blocks of s from eviction until `until`.
     tl_status pin(tl_kv_seq s, uint64_t root, std::chrono::steady_clock::time_point until) noexcept;
     // Under the mutex: lets go of the pins whose time has come, or of all (under one root).
@@ -110,6 +116,9 @@ class ManagerCore {
         };
     }
 
+    void commit_and_tell(const tl_kv_seq *seqs, const uint64_t *roots, size_t n,
+                         const size_t *n_computed);
+
     struct Pin {
         std::chrono::steady_clock::time_point until;
         tl_kv_seq held;
@@ -124,6 +133,7 @@ class ManagerCore {
     tl_kv_mgr *mgr_ = nullptr; // NULL once closed; guarded by the mutex, like the pins
     std::vector<Pin> pins_;
     std::atomic<bool> may_copy_{false};
+    nb::object tiers_; // a weak reference, set before anybody else sees the core; or nothing
 };
 
 using CorePtr = std::shared_ptr<ManagerCore>;
@@ -144,6 +154,7 @@ class Sequence {
     nb::object fork();
     void truncate(nb::handle n);
     void commit(nb::handle n_computed);
+    void found(nb::handle n_found, nb::handle counted);
     void free();
     void free_if_alive();
     void pin(nb::handle seconds);
@@ -199,12 +210,16 @@ class Handles {
     const tl_kv_seq *data() const {
         return handles_.data();
     }
+    const uint64_t *roots() const {
+        return roots_.data();
+    }
     tl_kv_seq operator[](size_t i) const {
         return handles_[i];
     }
 
   private:
     std::vector<tl_kv_seq> handles_;
+    std::vector<uint64_t> roots_;
 };
 
 // The tokens of a prompt. A uint32 array is read in place while the GIL keeps it as it is; own()
@@ -233,11 +248,13 @@ class Tokens {
 
 class BlockManager {
   public:
-    BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle watermark, nb::handle events);
+    BlockManager(nb::handle pool, nb::handle prefix_cache, nb::handle watermark, nb::handle events,
+                 nb::handle tiers);
     BlockManager(const BlockManager &) = delete;
     BlockManager &operator=(const BlockManager &) = delete;
     ~BlockManager();
 
+    // In the pool alone: what BlockManager.allocate is without tiers.
     nb::object allocate(nb::handle tokens, nb::handle root, nb::handle max_cached_tokens,
                         nb::handle resumed, nb::handle match_last);
     nb::object can_allocate(nb::handle tokens, nb::handle root, nb::handle max_cached_tokens,
@@ -266,7 +283,9 @@ class BlockManager {
     const ManagerCore &core() const {
         return *core_;
     }
-    nb::object pool_; // the Python object; empty only while a cycle of garbage is taken apart
+    // Python objects; empty only while a cycle of garbage is taken apart.
+    nb::object pool_;
+    nb::object tiers_; // what kvpool.tiers.attach gave, or None
 
   private:
     CorePtr core_;

@@ -22,6 +22,10 @@ Args:
     prefix_cache: ``"hash"``, or ``"none"``: nothing is ever findable, every block is private.
     watermark: blocks that ``allocate`` leaves alone, for sequences that are already running.
     events: record what becomes findable and what stops being so, for ``drain_events``.
+    tiers: where blocks live on that the pool evicts: a ``kvpool.tiers.TierStack``, or a list of
+        tiers and URLs for one, fastest first (``["disk:/var/cache/kv?size=10GiB"]``). ``commit``
+        then copies full blocks for them, and ``allocate`` looks there for what the pool does not
+        have, up to a deadline. The manager closes them. docs/tiers.md.
 
 Hits are verified. The format's block hash (FNV-1a) can be collided on purpose by whoever chooses a
 prompt; here it only names blocks for other processes. Prefixes are found by a keyed 122-bit hash of
@@ -622,6 +626,30 @@ Source: seed section 2.3.
 >>> seq.free()
 )";
 
+constexpr const char *seq_found =
+    R"(Commits K and V that were not computed here but found: in a lower tier, on another machine.
+
+For what ``allocate`` did not find, and the caller has now copied, verified, into the sequence's own
+blocks. The first ``n_found`` tokens are committed and count as cached: in ``n_cached`` and, with
+``counted`` (False for a request that was resumed), in the manager's hits. The manager's own tiers
+do this by themselves.
+
+Raises:
+    InvalidArgument: ``n_found`` is not whole blocks, above the length or below ``n_cached``;
+        something was computed since ``allocate``; the sequence is freed.
+
+Source: seed section 6 (L10.4).
+
+>>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+>>> mgr = kvpool.BlockManager(pool)
+>>> seq = mgr.allocate([1, 2, 3, 4, 5])
+>>> pool.block(seq.blocks[0])[:] = 0.5            # from wherever it was
+>>> seq.found(4)
+>>> seq.n_cached, seq.n_computed, mgr.stats.hit_tokens
+(4, 4, 4)
+>>> seq.free()
+)";
+
 constexpr const char *seq_free =
     R"(Gives the blocks back, tail first, so that a cached chain loses its end before its beginning.
 
@@ -787,6 +815,8 @@ constexpr const char *seq_n_computed = "Tokens whose K and V are written, as com
 constexpr const char *seq_n_blocks = "Blocks it holds: ``ceil(n_tokens / block_tokens)``.";
 constexpr const char *seq_blocks = "The block ids: uint32 ``(n_blocks,)``, a copy.";
 constexpr const char *seq_tokens = "The token ids: uint32 ``(n_tokens,)``, a copy.";
+constexpr const char *tiers =
+    "The ``kvpool.tiers.TierStack`` it was made with, or None: what the lower tiers hold and did.";
 constexpr const char *seq_namespace = "The root hash it was allocated under; 0 by default.";
 constexpr const char *seq_is_freed = "True after ``free``, and when its manager or pool is closed.";
 

@@ -161,14 +161,17 @@ void Sequence::truncate(nb::handle n) {
 
 void Sequence::commit(nb::handle n_computed) {
     const tl_kv_seq h = alive();
-    if (!n_computed.is_none()) {
-        const size_t n = scalar_arg<uint64_t>(n_computed, "n_computed");
-        core_->run(Work::constant,
-                   [=](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_commit(m, h, n); });
-        return;
-    }
+    const bool all = n_computed.is_none();
+    const size_t n = all ? 0 : scalar_arg<uint64_t>(n_computed, "n_computed");
+    core_->commit(&h, &root_, 1, all ? nullptr : &n);
+}
+
+void Sequence::found(nb::handle n_found, nb::handle counted) {
+    const tl_kv_seq h = alive();
+    const size_t n = scalar_arg<uint64_t>(n_found, "n_found");
+    const bool is_counted = flag_arg(counted, "counted");
     core_->run(Work::constant, [=](tl_kv_mgr *m, tl_kv_pool *) {
-        return tl_kv_seq_commit_batch(m, &h, 1, nullptr);
+        return tl_kv_seq_found(m, h, n, is_counted);
     });
 }
 
@@ -507,6 +510,7 @@ Handles::Handles(const CorePtr &core, nb::handle seqs) {
     PyObject *o = row.ptr();
     // Nothing below runs Python code, so the row does not change while there is a GIL.
     handles_.reserve(static_cast<size_t>(PySequence_Fast_GET_SIZE(o)));
+    roots_.reserve(handles_.capacity());
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++) {
         nb::object item = row_item(o, i);
         const Sequence *s = as_sequence(item);
@@ -525,6 +529,7 @@ Handles::Handles(const CorePtr &core, nb::handle seqs) {
             raise_value("seqs[%zd]: the sequence is freed", i);
         }
         handles_.push_back(handle);
+        roots_.push_back(s->root());
     }
 }
 
@@ -587,6 +592,10 @@ void bind_sequence(nb::module_ &m) {
              nb::sig("def truncate(self, n: Int) -> None"), d::seq_truncate)
         .def("commit", &Sequence::commit, "n_computed"_a.none() = nb::none(),
              nb::sig("def commit(self, n_computed: Int | None = None) -> None"), d::seq_commit)
+        .def("found", &Sequence::found, "n_found"_a.none(), nb::kw_only(),
+             "counted"_a.none() = true,
+             nb::sig("def found(self, n_found: Int, *, counted: bool = True) -> None"),
+             d::seq_found)
         .def("free", &Sequence::free, d::seq_free)
         .def("pin", &Sequence::pin, "seconds"_a.none(),
              nb::sig("def pin(self, seconds: float) -> None"), d::seq_pin)

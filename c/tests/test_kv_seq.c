@@ -52,6 +52,47 @@ static tl_kv_mgr_stats stats_of(const tl_kv_mgr *m) {
     return s;
 }
 
+TL_TEST(what_was_found_elsewhere_is_committed_and_counts_as_cached) {
+    tl_kv_pool *p = kv_new(16, 4, 1, 1, 2);
+    tl_kv_mgr *m = mgr_new(p, 0, 0);
+    uint32_t toks[14];
+    fill_tokens(toks, 14, 1);
+    tl_kv_seq s = must_allocate(m, toks, 6, 0);
+    TL_OK_(tl_kv_seq_commit(m, s, 4));
+    TL_OK_(tl_kv_seq_free(m, s));
+    s = must_allocate(m, toks, 14, 4);
+    const tl_kv_mgr_stats before = stats_of(m);
+    TL_STATUS(tl_kv_seq_found(m, s, 16, 1), TL_EINVAL); /* above the length */
+    TL_STATUS(tl_kv_seq_found(m, s, 10, 1), TL_EINVAL); /* no whole blocks */
+    TL_STATUS(tl_kv_seq_found(m, s, 0, 1), TL_EINVAL);  /* allocate has found more */
+    TL_EQ(stats_of(m).hit_tokens, before.hit_tokens);
+    TL_OK_(tl_kv_seq_found(m, s, 12, 1));
+    tl_kv_seq_info info;
+    TL_OK_(tl_kv_seq_info_get(m, s, &info));
+    TL_EQ(info.n_cached, 12);
+    TL_EQ(info.n_computed, 12);
+    TL_EQ(stats_of(m).hit_tokens, before.hit_tokens + 8);
+    TL_EQ(stats_of(m).hit_blocks, before.hit_blocks + 2);
+    TL_EQ(stats_of(m).n_findable, 3);
+    TL_OK_(tl_kv_seq_found(m, s, 12, 1)); /* again: nothing more */
+    TL_EQ(stats_of(m).hit_tokens, before.hit_tokens + 8);
+    TL_OK_(tl_kv_seq_commit(m, s, 13));
+    TL_STATUS(tl_kv_seq_found(m, s, 12, 1), TL_EINVAL); /* something was computed */
+    TL_OK_(tl_kv_seq_truncate(m, s, 5));
+    TL_OK_(tl_kv_seq_info_get(m, s, &info));
+    TL_EQ(info.n_cached, 5);
+    TL_OK_(tl_kv_seq_free(m, s));
+    TL_STATUS(tl_kv_seq_found(m, s, 12, 1), TL_EINVAL);
+
+    const tl_kv_request resumed = {0, 0, 1, 0}; /* and nothing from the index */
+    TL_OK_(tl_kv_seq_allocate(m, toks, 14, &resumed, &s));
+    const tl_kv_mgr_stats then = stats_of(m);
+    TL_OK_(tl_kv_seq_found(m, s, 8, 0));
+    TL_EQ(stats_of(m).hit_tokens, then.hit_tokens);
+    TL_EQ(stats_of(m).duplicates, then.duplicates + 2); /* findable already: these stay private */
+    mgr_end(m, p);
+}
+
 TL_TEST(the_example_of_the_chapter) {
     tl_kv_pool *p = kv_new(8, 4, 1, 1, 2);
     tl_kv_mgr *m = mgr_new(p, 0, 0);

@@ -24,6 +24,7 @@ from typing_extensions import Buffer, Self
 
 from kvpool._manager import BlockEvent, Fit, ManagerStats
 from kvpool._stats import Stats
+from kvpool.tiers import Tier, TierStack
 
 
 Int: TypeAlias = int | numpy.integer[Any]
@@ -874,6 +875,31 @@ class Sequence:
         >>> seq.free()
         """
 
+    def found(self, n_found: Int, *, counted: bool = True) -> None:
+        """
+        Commits K and V that were not computed here but found: in a lower tier, on another machine.
+
+        For what ``allocate`` did not find, and the caller has now copied, verified, into the sequence's own
+        blocks. The first ``n_found`` tokens are committed and count as cached: in ``n_cached`` and, with
+        ``counted`` (False for a request that was resumed), in the manager's hits. The manager's own tiers
+        do this by themselves.
+
+        Raises:
+            InvalidArgument: ``n_found`` is not whole blocks, above the length or below ``n_cached``;
+                something was computed since ``allocate``; the sequence is freed.
+
+        Source: seed section 6 (L10.4).
+
+        >>> pool = kvpool.Pool(8, block_tokens=4, n_layers=1, n_kv_heads=1, head_dim=8)
+        >>> mgr = kvpool.BlockManager(pool)
+        >>> seq = mgr.allocate([1, 2, 3, 4, 5])
+        >>> pool.block(seq.blocks[0])[:] = 0.5            # from wherever it was
+        >>> seq.found(4)
+        >>> seq.n_cached, seq.n_computed, mgr.stats.hit_tokens
+        (4, 4, 4)
+        >>> seq.free()
+        """
+
     def free(self) -> None:
         """
         Gives the blocks back, tail first, so that a cached chain loses its end before its beginning.
@@ -1108,6 +1134,10 @@ class BlockManager:
         prefix_cache: ``"hash"``, or ``"none"``: nothing is ever findable, every block is private.
         watermark: blocks that ``allocate`` leaves alone, for sequences that are already running.
         events: record what becomes findable and what stops being so, for ``drain_events``.
+        tiers: where blocks live on that the pool evicts: a ``kvpool.tiers.TierStack``, or a list of
+            tiers and URLs for one, fastest first (``["disk:/var/cache/kv?size=10GiB"]``). ``commit``
+            then copies full blocks for them, and ``allocate`` looks there for what the pool does not
+            have, up to a deadline. The manager closes them. docs/tiers.md.
 
     Hits are verified. The format's block hash (FNV-1a) can be collided on purpose by whoever chooses a
     prompt; here it only names blocks for other processes. Prefixes are found by a keyed 122-bit hash of
@@ -1146,7 +1176,7 @@ class BlockManager:
     >>> mgr.close()
     """
 
-    def __init__(self, pool: Pool, *, prefix_cache: Literal['hash', 'none'] = 'hash', watermark: Int = 0, events: bool = False) -> None: ...
+    def __init__(self, pool: Pool, *, prefix_cache: Literal['hash', 'none'] = 'hash', watermark: Int = 0, events: bool = False, tiers: TierStack | Iterable[Tier | str] | None = None) -> None: ...
 
     def allocate(self, tokens: Array, *, namespace: Int = 0, max_cached_tokens: Int | None = None, resumed: bool = False, match_last: bool = False) -> Sequence:
         """
@@ -1185,6 +1215,8 @@ class BlockManager:
         6 are free or cached
         >>> seq.free()
         """
+
+    def _allocate_in_pool(self, tokens: Array, root: Int, max_cached_tokens: Int | None, resumed: bool, match_last: bool) -> Sequence: ...
 
     def can_allocate(self, tokens: Array, *, namespace: Int = 0, max_cached_tokens: Int | None = None, match_last: bool = False) -> Fit:
         """
@@ -1606,6 +1638,12 @@ class BlockManager:
         >>> mgr.close()
         >>> seq.is_freed, pool.stats.used
         (True, 0)
+        """
+
+    @property
+    def tiers(self) -> TierStack | None:
+        """
+        The ``kvpool.tiers.TierStack`` it was made with, or None: what the lower tiers hold and did.
         """
 
     @property

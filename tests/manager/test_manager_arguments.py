@@ -198,6 +198,7 @@ FREED: dict[str, Callable[[kvpool.Sequence], object]] = {
     "truncate": lambda s: s.truncate(0),
     "commit": lambda s: s.commit(),
     "commit some": lambda s: s.commit(0),
+    "found": lambda s: s.found(0),
     "free": lambda s: s.free(),
     "pin": lambda s: s.pin(1),
     "slot_mapping": lambda s: s.slot_mapping(),
@@ -271,7 +272,7 @@ def test_a_closed_manager_says_so(what: str) -> None:
 
 def test_the_lists_of_operations_are_complete() -> None:
     public = {n for n in dir(kvpool.BlockManager) if not n.startswith("_")}
-    assert public - {"close", "closed", "pool", "prefix_cache", "watermark"} == set(CLOSED)
+    assert public - {"close", "closed", "pool", "prefix_cache", "tiers", "watermark"} == set(CLOSED)
     public = {n for n in dir(kvpool.Sequence) if not n.startswith("_")}
     assert public - {"namespace", "is_freed", "block_tokens"} == set(FREED) - {"len", "commit some"}
 

@@ -144,7 +144,7 @@ TL_API tl_status tl_kv_seq_can_allocate(tl_kv_mgr *m, const uint32_t *toks, size
 
 typedef struct {
     size_t n_tokens;   /* its length */
-    size_t n_cached;   /* tokens that allocate took from the index: they need no prefill */
+    size_t n_cached;   /* tokens that were found, not computed: by allocate, or tl_kv_seq_found */
     size_t n_computed; /* tokens whose K and V are written, as committed */
     size_t n_blocks;   /* ceil(n_tokens / B) */
 } tl_kv_seq_info;
@@ -192,6 +192,16 @@ TL_API tl_status tl_kv_seq_commit(tl_kv_mgr *m, tl_kv_seq s, size_t n_computed);
  * Validated whole first. */
 TL_API tl_status tl_kv_seq_commit_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_seqs,
                                         const size_t *n_computed);
+
+/*
+ * Commit for K and V that were not computed here: what allocate did not find was found elsewhere,
+ * in a lower tier say, and the caller has put it, verified, into the sequence's own blocks. The
+ * first n_found tokens are committed and count as cached: in n_cached, and with `counted` not 0 in
+ * hit_tokens and hit_blocks (not for a resumed request, whose prompt was not counted either).
+ * TL_EINVAL: n_found is not whole blocks, above the length or below n_cached; or something was
+ * computed since allocate. O(new full blocks).
+ */
+TL_API tl_status tl_kv_seq_found(tl_kv_mgr *m, tl_kv_seq s, size_t n_found, int counted);
 
 /* A second sequence with the same tokens over the same blocks, each with one more reference.
  * TL_ENOMEM. *out is written only on TL_OK. O(n_tokens). */

@@ -770,6 +770,30 @@ tl_status tl_kv_seq_commit_batch(tl_kv_mgr *m, const tl_kv_seq *seqs, size_t n_s
     return TL_OK;
 }
 
+tl_status tl_kv_seq_found(tl_kv_mgr *m, tl_kv_seq seq, size_t n_found, int counted) {
+    static const char who[] = "tl_kv_seq_found";
+    tl_slot *s = mgr_slot(m, seq, who);
+    if (s == NULL || check_computed(s, n_found, who) != TL_OK) {
+        return TL_EINVAL;
+    }
+    if (s->n_computed != s->n_cached) {
+        return tl_fail(TL_EINVAL, "%s: %zu tokens are computed, %zu were found by allocate", who,
+                       s->n_computed, s->n_cached);
+    }
+    if (n_found < s->n_cached || n_found % m->block_tokens != 0) {
+        return tl_fail(TL_EINVAL, "%s: n_found: expected whole blocks of %u from %zu on, found %zu",
+                       who, m->block_tokens, s->n_cached, n_found);
+    }
+    mgr_notice_evictions(m);
+    if (counted) {
+        m->stats.hit_tokens += n_found - s->n_cached;
+        m->stats.hit_blocks += (n_found - s->n_cached) / m->block_tokens;
+    }
+    commit(m, s, n_found);
+    s->n_cached = n_found;
+    return TL_OK;
+}
+
 /* ---- fork, truncate, free ------------------------------------------------------------------ */
 
 tl_status tl_kv_seq_fork(tl_kv_mgr *m, tl_kv_seq seq, tl_kv_seq *out) {

@@ -3,24 +3,32 @@
     record     Layout, Key      what is stored: one block, sealed with what it is of
     tier       Tier             the protocol of a store; MemoryTier, AsyncTier
     registry   open_tier        stores by URL: disk:/path?size=10GiB
+    stack      TierStack        the tiers under a block manager: write-behind, lookups, promotion
+    level      LevelStats       one of them, at arm's length
 
 docs/tiers.md says which tier when.
 """
 
 from __future__ import annotations
 
+from .level import Histogram, LevelStats
 from .record import Key, Layout, RecordRefused
 from .registry import SCHEMES, open_tier
+from .stack import TierStack, attach
 from .tier import AsyncTier, MemoryTier, Tier, TierStats
 
 __all__ = [
     "SCHEMES",
     "AsyncTier",
+    "Histogram",
     "Key",
     "Layout",
+    "LevelStats",
     "MemoryTier",
     "RecordRefused",
     "Tier",
+    "TierStack",
     "TierStats",
+    "attach",
     "open_tier",
 ]

@@ -59,6 +59,7 @@ class RecordRefused(CorruptEnvelope):
     """
 
     REASONS = (
+        "bytes",  # no contiguous bytes at all
         "length",  # cut short, or longer than it says
         "head",  # no record, or a damaged head
         "version",  # of a later version of the record

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ HEADER_BYTES, RECORD_BYTES, TRAILER_BYTES = 28, 12, 4
 
 #: What an envelope's dimensions are held to: a pool's, or ``(block_tokens, n_layers, n_kv_heads,
 #: head_dim)``; with None they may be any but 0.
-Shape = Pool | tuple[int, int, int, int] | None
+Shape: TypeAlias = Pool | tuple[int, int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

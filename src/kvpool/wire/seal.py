@@ -28,18 +28,25 @@ _FIELDS = struct.Struct("<4sHHQQQ32sQI")  # and a CRC-32C of these 76 bytes
 _PERSON = b"kvpool.seal.1"
 
 
-def token_digests(tokens: NDArray[np.uint32], block_tokens: int, namespace: int = 0) -> list[bytes]:
+def token_digests(
+    tokens: NDArray[np.uint32],
+    block_tokens: int,
+    namespace: int = 0,
+    parent: bytes | None = None,
+) -> list[bytes]:
     """The digest of the prefix up to the end of each block, the last one being partial perhaps.
 
     ``tokens`` is uint32 ``(n,)``. The result has ``ceil(n / block_tokens)`` digests of 32 bytes: a
-    chain of BLAKE2b-256, so that the digest of a block costs one hash once its parent's is known.
+    chain of BLAKE2b-256, so that the digest of a block costs one hash once its parent's is known:
+    ``parent`` is that of the block before these tokens, None at the beginning.
 
     >>> import numpy as np
     >>> tokens = np.arange(5, dtype=np.uint32)
     >>> [digest.hex()[:8] for digest in token_digests(tokens, 4)]
     ['2ca8695a', '36c8b6b8']
     """
-    digest = hashlib.blake2b(struct.pack("<Q", namespace), digest_size=32, person=_PERSON).digest()
+    start = struct.pack("<Q", namespace)
+    digest = parent or hashlib.blake2b(start, digest_size=32, person=_PERSON).digest()
     data = np.ascontiguousarray(tokens, "<u4").data.cast("B")
     digests = []
     for at in range(0, len(data), 4 * block_tokens):
