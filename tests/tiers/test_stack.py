@@ -343,10 +343,11 @@ def test_backing_off_doubles_up_to_a_minute() -> None:
 
 def test_a_tier_that_hangs_costs_one_deadline() -> None:
     tier, let_go = Faulty(), threading.Event()
-    with Engine([tier], timeout_s=0.05, close_timeout_s=0.1) as engine:
+    with Engine([tier], timeout_s=20, close_timeout_s=0.1) as engine:
         engine.answer(PROMPT)
         engine.flush()
         engine.forget()
+        engine.tiers.timeout_s = 0.05
 
         def hang(keys, records):
             let_go.wait(30)
@@ -367,6 +368,7 @@ def test_a_tier_that_hangs_costs_one_deadline() -> None:
         assert not engine.stats.is_healthy
         let_go.set()
         until(lambda: engine.stats.is_healthy)
+        engine.tiers.timeout_s = 20
         engine.flush()
         engine.forget()
         assert engine.answer(PROMPT) == 16
@@ -393,11 +395,12 @@ def test_a_put_that_hangs_never_blocks_the_engine_and_what_does_not_fit_is_dropp
 
 def test_a_slow_tier_gives_what_it_has_given_by_the_deadline() -> None:
     tier = Faulty()
-    with Engine([tier], timeout_s=0.5) as engine:
+    with Engine([tier], timeout_s=20) as engine:
         engine.tiers._chunk = 1  # so that a get is one block
         engine.answer(PROMPT)
         engine.flush()
         engine.forget()
+        engine.tiers.timeout_s = 0.5
         n = 0
 
         def slower(keys, records):
