@@ -67,6 +67,7 @@ def prefill(
     manager: BlockManager,
     prompt: Sequence[int],
     *,
+    namespace: int = 0,
     max_step_tokens: int = 256,
     check: Callable[[], None] | None = None,
 ) -> tuple[kvpool.Sequence, Array]:
@@ -85,7 +86,7 @@ def prefill(
     if not tokens or not 0 <= min(tokens) <= max(tokens) < n_vocab:
         raise InvalidArgument(f"prompt: at least one token, each in 0..{n_vocab - 1}")
     maker = BatchMaker(manager)
-    sequence = manager.allocate(tokens)
+    sequence = manager.allocate(tokens, namespace=namespace)
     try:
         while True:
             if check is not None:

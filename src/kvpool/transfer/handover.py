@@ -31,6 +31,8 @@ class Handover:
         temperature: 0 is greedy.
         seed, sample: name the stream of random numbers.
         draws: numbers of that stream that are used up.
+        top_k: draw among so many of the most likely tokens; 0 for all.
+        top_p: draw among the most likely tokens that together reach this probability.
     """
 
     handle_id: str
@@ -42,6 +44,8 @@ class Handover:
     seed: int = 0
     sample: int = 0
     draws: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
 
     def to_message(self) -> ContinueRequest:
         """The protobuf message."""
@@ -52,16 +56,19 @@ class Handover:
         """From a message.
 
         Raises:
-            TransferRefused: INVALID_ARGUMENT for a temperature that is negative or no number, for
-                no tokens, and for more picked ones than ``max_tokens``.
+            TransferRefused: INVALID_ARGUMENT for a temperature that is negative or no number, a
+                top_p out of range, no tokens, and for more picked ones than ``max_tokens``.
         """
         found = cls(
             message.handle_id, list(message.tokens), message.namespace, list(message.picked),
             message.max_tokens, message.temperature, message.seed, message.sample, message.draws,
+            message.top_k, message.top_p or 1.0,
         )  # fmt: skip
         wrong = None
         if not (math.isfinite(found.temperature) and found.temperature >= 0):
             wrong = f"temperature {found.temperature}"
+        elif not 0 < found.top_p <= 1:
+            wrong = f"top_p {found.top_p}"
         elif not found.tokens:
             wrong = "no tokens"
         elif len(found.picked) > found.max_tokens:

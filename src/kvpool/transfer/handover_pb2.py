@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvpool/transfer/handover.proto\x12\x12kvpool.handover.v1\"\xad\x01\n\x0f\x43ontinueRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x11\n\tnamespace\x18\x03 \x01(\x06\x12\x0e\n\x06picked\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x0e\n\x06sample\x18\x08 \x01(\r\x12\r\n\x05\x64raws\x18\t \x01(\x04\"/\n\rContinueReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0e\n\x06\x66inish\x18\x02 \x01(\t2`\n\x08Handover\x12T\n\x08\x43ontinue\x12#.kvpool.handover.v1.ContinueRequest\x1a!.kvpool.handover.v1.ContinueReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvpool/transfer/handover.proto\x12\x12kvpool.handover.v1\"\xcb\x01\n\x0f\x43ontinueRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x11\n\tnamespace\x18\x03 \x01(\x06\x12\x0e\n\x06picked\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x0e\n\x06sample\x18\x08 \x01(\r\x12\r\n\x05\x64raws\x18\t \x01(\x04\x12\r\n\x05top_k\x18\n \x01(\r\x12\r\n\x05top_p\x18\x0b \x01(\x01\"/\n\rContinueReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0e\n\x06\x66inish\x18\x02 \x01(\t2`\n\x08Handover\x12T\n\x08\x43ontinue\x12#.kvpool.handover.v1.ContinueRequest\x1a!.kvpool.handover.v1.ContinueReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.transfer.handover_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONTINUEREQUEST']._serialized_start=55
-  _globals['_CONTINUEREQUEST']._serialized_end=228
-  _globals['_CONTINUEREPLY']._serialized_start=230
-  _globals['_CONTINUEREPLY']._serialized_end=277
-  _globals['_HANDOVER']._serialized_start=279
-  _globals['_HANDOVER']._serialized_end=375
+  _globals['_CONTINUEREQUEST']._serialized_end=258
+  _globals['_CONTINUEREPLY']._serialized_start=260
+  _globals['_CONTINUEREPLY']._serialized_end=307
+  _globals['_HANDOVER']._serialized_start=309
+  _globals['_HANDOVER']._serialized_end=405
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContinueRequest(_message.Message):
-    __slots__ = ("handle_id", "tokens", "namespace", "picked", "max_tokens", "temperature", "seed", "sample", "draws")
+    __slots__ = ("handle_id", "tokens", "namespace", "picked", "max_tokens", "temperature", "seed", "sample", "draws", "top_k", "top_p")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,8 @@ class ContinueRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     DRAWS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     namespace: int
@@ -26,7 +28,9 @@ class ContinueRequest(_message.Message):
     seed: int
     sample: int
     draws: int
-    def __init__(self, handle_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., namespace: _Optional[int] = ..., picked: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., sample: _Optional[int] = ..., draws: _Optional[int] = ...) -> None: ...
+    top_k: int
+    top_p: float
+    def __init__(self, handle_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., namespace: _Optional[int] = ..., picked: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., sample: _Optional[int] = ..., draws: _Optional[int] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ...) -> None: ...
 
 class ContinueReply(_message.Message):
     __slots__ = ("tokens", "finish")
