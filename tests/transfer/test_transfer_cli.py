@@ -1,0 +1,214 @@
+"""``kvpool serve`` and ``kvpool push``: two processes, the same tokens as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="needs kvpool[transfer]")
+pytest.importorskip("gguf", reason="needs kvpool[model]")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests/engine"))
+ENV = {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def run(*args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvpool", *args], capture_output=True, text=True, timeout=timeout,
+        check=False, env=ENV,
+    )  # fmt: skip
+
+
+class Server:
+    """``kvpool serve`` on a free port."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self.out, self.err = folder / "serve.out", folder / "serve.err"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvpool", "serve", "--listen", "127.0.0.1:0", *args],
+                stdout=out, stderr=err, env=ENV,
+            )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r" on (\S+) \(this machine only\)", self.err.read_text())):
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        self.address = found[1]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*args: str) -> Server:
+        servers.append(Server(tmp_path, *args))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    from tiny_llama import TinyLlama
+
+    def make(name: str, **options: Any) -> str:
+        weights = TinyLlama(n_layers=2, context_length=100_000, eos=False, **options)
+        return str(weights.write(tmp_path_factory.mktemp("cli") / f"{name}.gguf"))
+
+    return make
+
+
+def test_two_processes_answer_as_one_does(serve: Any) -> None:
+    """SmolLM2, greedy and seeded: what the decode side prints, what comes back to the prefill side
+    and what ``kvpool generate`` says are the same. And the README's picture is what they print."""
+    from kvpool.engine.gguf_file import default_model_path
+
+    try:
+        default_model_path()
+    except ValueError as error:
+        pytest.skip(str(error))
+    panes = (ROOT / "docs/figures/transfer-terminals.txt").read_text().split("====\n")
+    prompts = re.findall(r'--prompt "([^"]+)"', panes[1])
+    asked = [part for text in prompts for part in ("--prompt", text)]
+    seeded = [*asked, "--max-tokens=24", "--temperature=1.1", "--seed=3", "--top-k=40",
+              "--top-p=0.95", "--json"]  # fmt: skip
+
+    server = serve()
+    greedy_push = run("push", "--to", server.address, *asked)
+    assert greedy_push.returncode == 0, greedy_push.stderr
+    printed = server.err.read_text() + server.out.read_text()
+    for pane, output in zip(panes, (printed, greedy_push.stderr + greedy_push.stdout), strict=True):
+        assert plain(pane.partition("\n")[2]).strip() == plain(output).strip()
+    seeded_push = run("push", "--to", server.address, *seeded)
+    assert seeded_push.returncode == 0, seeded_push.stderr
+    assert server.stop() == 0
+
+    alone = run("generate", *asked, "--json")
+    for prompt in json.loads(alone.stdout)["prompts"]:
+        assert prompt["samples"][0]["text"] in printed
+    alone = run("generate", *seeded)
+    found = json.loads(seeded_push.stdout)["prompts"]
+    expected = [prompt["samples"][0] for prompt in json.loads(alone.stdout)["prompts"]]
+    assert [p["tokens"] for p in found] == [p["tokens"] for p in expected]
+    assert [p["finish"] for p in found] == [p["finish"] for p in expected]
+    for prompt in found:
+        assert prompt["text"] in server.out.read_text()
+        # The decode side has the full blocks of these prompts by now: only the tails are sent.
+        assert prompt["blocks_deduped"] == prompt["prompt_tokens"] // 16
+        assert prompt["bytes_sent"] == prompt["blocks_sent"] * (368_640 + 44)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"127\.0\.0\.1:\d+", "ADDRESS", re.sub(r"(?m)^\[\w{8}\]", "[HANDLE]", text))
+
+
+def test_figures_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs/figures/transfer.py", "--check"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [x for x in done.stderr.splitlines() if not x.startswith("loading")]
+    assert done.returncode == 2, done
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_a_token_of_a_file_and_what_is_wrong_with_it(serve: Any, tiny: Any, tmp_path: Path) -> None:
+    model = tiny("token")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("secret\nand a comment\n")
+    wrong.write_text("other\n")
+    server = serve("--model", model, "--token-file", str(right))
+    push = ["push", "--to", server.address, "--model", model, "--prompt", "one", "--max-tokens=3"]
+    assert run(*push, "--token-file", str(right)).returncode == 0
+    assert "UNAUTHENTICATED" in one_line(run(*push, "--token-file", str(wrong)))
+    assert "UNAUTHENTICATED" in one_line(run(*push))
+    assert "no-such" in one_line(run(*push, "--token-file", "no-such"))
+
+
+def test_sides_that_do_not_fit_are_told_so(serve: Any, tiny: Any) -> None:
+    model, other = tiny("model"), tiny("other", seed=5)
+    server = serve("--model", model)
+    push = ["push", "--to", server.address, "--prompt", "one", "--max-tokens=3", "--model"]
+    assert "FAILED_PRECONDITION: the blocks are of model" in one_line(run(*push, other))
+    assert "DATA_LOSS" in one_line(run(*push, model, "--block-tokens", "8"))
+    assert run(*push, model).returncode == 0
+    assert server.stop(signal.SIGINT) == 130
+    assert "UNAVAILABLE" in one_line(run(*push, model))
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["serve", "--listen", "0.0.0.0:0"], "can be reached from elsewhere"),
+        (["serve", "--tls-cert", "x"], "--tls-cert and --tls-key go together"),
+        (["serve", "--tls-client-ca", "x"], "goes with --tls-cert"),
+        (["serve", "--token-file", "no-such"], "--token-file no-such"),
+        (["push", "--tls-key", "x"], "--tls-cert and --tls-key go together"),
+        (["push", "--prompt", " "], "the text is empty"),
+    ],
+)
+def test_what_is_wrong_with_the_command_line(args: list[str], text: str) -> None:
+    assert text in one_line(run(*args))
+
+
+def test_a_client_that_goes_in_the_middle_of_an_answer_leaves_nothing(
+    serve: Any, tiny: Any
+) -> None:
+    """The engine's blocks come back, and the next request is answered. Seen through the metrics."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        metrics = f"127.0.0.1:{free.getsockname()[1]}"
+    model = tiny("gone")
+    server = serve("--model", model, "--metrics", metrics)
+
+    def sample(name: str) -> float:
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        [value] = re.findall(rf"(?m)^{re.escape(name)} (\S+)$", text)
+        return float(value)
+
+    push = ["push", "--to", server.address, "--model", model, "--prompt", "one"]
+    client = subprocess.Popen(
+        [sys.executable, "-m", "kvpool", *push, "--max-tokens", "50000"],
+        stdout=subprocess.PIPE, env=ENV,
+    )  # fmt: skip
+    assert client.stdout is not None
+    client.stdout.read(200)
+    assert sample('tl_engine_kv_blocks{state="used"}') > 0
+    client.kill()
+    client.wait()
+    client.stdout.close()
+    deadline = time.monotonic() + 20
+    while sample('tl_engine_kv_blocks{state="used"}') > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert run(*push, "--max-tokens", "3").returncode == 0
+    assert sample('tl_kv_transfer_bytes_total{direction="received"}') > 0
+    assert server.stop() == 0
