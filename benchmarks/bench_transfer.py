@@ -2,10 +2,13 @@
 
     python benchmarks/bench_transfer.py [--json FILE] [--pairs N] [--blocks N]
 
-Two server processes, one client process. ``bare`` streams the very messages of a push, exported
+One client process, a process for each server. ``bare`` streams the very messages of a push, made
 beforehand, to a handler that drops them: no envelope is made, checked or stored. ``ours`` is
 ``KvClient.push`` to a KvServer whose pool has nothing cached: each block is exported as it is sent,
-its checksum verified, its bytes stored. They alternate; what counts is the median of the ratios.
+its checksum verified, its bytes stored. They take turns; what counts is the median of
+the ratios of neighbours. "kept" servers have called ``keep_freed_memory``, as ``kvpool serve``
+does; a bare one with it shows what that alone brings. CPU time of client and server together is
+shown too: on a machine that others use it is steadier than the clock.
 
 Then where the time of a block goes, each part by itself, and HasBlocks of 10,000 names.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,20 +29,31 @@ from typing import Any
 import grpc
 
 import kvpool
-from kvpool.transfer import AioKvServer, KvClient, KvReceiver, KvServer, Limits, Plan
+from kvpool.transfer import (
+    AioKvServer,
+    KvClient,
+    KvReceiver,
+    KvServer,
+    Limits,
+    Plan,
+    keep_freed_memory,
+)
 from kvpool.transfer._chunk import decode_chunk
 from kvpool.transfer.sender import messages
-from kvpool.transfer.settings import MAX_MESSAGE_BYTES, server_options
+from kvpool.transfer.settings import MAX_MESSAGE_BYTES
 
 SHAPE = {"block_tokens": 16, "n_layers": 32, "n_kv_heads": 8, "head_dim": 64}  # P is 1 MiB
 N_NAMES = 10_000
 
 
-def serve_bare(ready: Any) -> None:
+def serve_bare(ready: Any, keep: bool) -> None:
     def drop(requests: Any, context: Any) -> bytes:
         return str(sum(len(data) for data in requests)).encode()
 
-    server = grpc.server(futures.ThreadPoolExecutor(4), options=server_options(100))
+    if keep:
+        keep_freed_memory()
+    limit = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=limit)
     method = grpc.stream_unary_rpc_method_handler(drop)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("b", {"P": method}),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -47,21 +62,24 @@ def serve_bare(ready: Any) -> None:
     server.wait_for_termination()
 
 
-def serve_ours(ready: Any, n_blocks: int) -> None:
+def make_receiver(n_blocks: int, keep: bool) -> KvReceiver:
+    if keep:
+        keep_freed_memory()
     pool = kvpool.Pool(2 * n_blocks, touch=True, **SHAPE)
-    receiver = KvReceiver(kvpool.BlockManager(pool, prefix_cache="none"))
-    with KvServer(receiver) as server:
+    return KvReceiver(kvpool.BlockManager(pool, prefix_cache="none"))
+
+
+def serve_threads(ready: Any, keep: bool, n_blocks: int) -> None:
+    with KvServer(make_receiver(n_blocks, keep)) as server:
         ready.put(server.address)
         server.wait()
 
 
-def serve_ours_aio(ready: Any, n_blocks: int) -> None:
+def serve_asyncio(ready: Any, keep: bool, n_blocks: int) -> None:
     import asyncio
 
     async def main() -> None:
-        pool = kvpool.Pool(2 * n_blocks, touch=True, **SHAPE)
-        receiver = KvReceiver(kvpool.BlockManager(pool, prefix_cache="none"))
-        async with AioKvServer(receiver) as server:
+        async with AioKvServer(make_receiver(n_blocks, keep)) as server:
             ready.put(server.address)
             await asyncio.Event().wait()
 
@@ -95,10 +113,16 @@ def best_us(call: Callable[[int], Any], n: int) -> float:
     return min(seconds(round_) for _ in range(5)) / n * 1e6
 
 
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process, so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def run(pairs: int, n_blocks: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     ready: Any = context.Queue()
-    processes = []
+    processes: list[Any] = []
 
     def start(target: Any, *args: Any) -> str:
         process = context.Process(target=target, args=(ready, *args), daemon=True)
@@ -117,28 +141,51 @@ def run(pairs: int, n_blocks: int) -> dict[str, Any]:
     n_bytes = sum(map(len, made))
     limit = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
     out: dict[str, Any] = {"block_bytes": pool.block_bytes, "n_blocks": n_blocks, "pairs": pairs}
+    sides: dict[str, Callable[[], Any]] = {}
+
+    def add_bare(name: str, keep: bool) -> None:
+        stream = grpc.insecure_channel(start(serve_bare, keep), limit).stream_unary("/b/P")
+        sides[name] = lambda: stream(iter(made))
+
+    def add_ours(name: str, target: Any, keep: bool) -> None:
+        client = KvClient(start(target, keep, n_blocks))
+
+        def push() -> Any:
+            result = client.push(seq, keep=True)
+            assert result.blocks_sent == n_blocks
+            return lambda: client.release(result.handle_id)
+
+        sides[name] = push
+
     try:
-        channel = grpc.insecure_channel(start(serve_bare), limit)
-        bare = channel.stream_unary("/b/P")
-        for name, target in (("threads", serve_ours), ("asyncio", serve_ours_aio)):
-            with KvClient(start(target, n_blocks)) as client:
-                ratios, ours_s, bare_s = [], [], []
-                for i in range(pairs + 1):
-                    took_bare = seconds(lambda: bare(iter(made)))
-                    started = time.perf_counter()
-                    result = client.push(seq, keep=True)
-                    took_ours = time.perf_counter() - started
-                    client.release(result.handle_id)
-                    assert result.blocks_sent == n_blocks
-                    if i:  # the first of each warms up
-                        ratios.append(took_bare / took_ours)
-                        ours_s.append(took_ours)
-                        bare_s.append(took_bare)
+        add_bare("bare", False)
+        add_ours("threads", serve_threads, False)
+        add_ours("threads, kept", serve_threads, True)
+        add_ours("asyncio", serve_asyncio, False)
+        add_ours("asyncio, kept", serve_asyncio, True)
+        add_bare("bare, kept", True)
+        wall: dict[str, list[float]] = {name: [] for name in sides}
+        cpu: dict[str, list[float]] = {name: [] for name in sides}
+        for i in range(pairs + 1):
+            for (name, side), process in zip(sides.items(), processes, strict=True):
+                before = cpu_s(os.getpid()) + cpu_s(process.pid)
+                started = time.perf_counter()
+                release = side()
+                took = time.perf_counter() - started
+                used = cpu_s(os.getpid()) + cpu_s(process.pid) - before
+                if callable(release):
+                    release()
+                if i:  # the first of each warms up
+                    wall[name].append(took)
+                    cpu[name].append(used)
+        for name in sides:
             out[name] = {
-                "ratio": statistics.median(ratios),
-                "ratios": sorted(round(r, 3) for r in ratios),
-                "ours_GB_s": n_bytes / statistics.median(ours_s) / 1e9,
-                "bare_GB_s": n_bytes / statistics.median(bare_s) / 1e9,
+                "GB_s": n_bytes / statistics.median(wall[name]) / 1e9,
+                "ratio": statistics.median(
+                    b / o for b, o in zip(wall["bare"], wall[name], strict=True)
+                ),
+                "cpu_us_a_block": sum(cpu[name]) / pairs / n_blocks * 1e6,
+                "cpu_ratio": sum(cpu["bare"]) / sum(cpu[name]),
             }
         other = kvpool.Pool(n_blocks, touch=True, **SHAPE)
         receiver = kvpool.BlockManager(other)
@@ -176,12 +223,13 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256)
     args = parser.parse_args()
     found = run(args.pairs, args.blocks)
-    for name in ("threads", "asyncio"):
-        side = found[name]
-        print(
-            f"push, {name}: {side['ours_GB_s']:.2f} GB/s, bare stream {side['bare_GB_s']:.2f}, "
-            f"median of {args.pairs} ratios {side['ratio']:.2f} ({side['ratios']})"
-        )
+    print(f"{args.pairs} rounds; ratio: time of the bare stream over this one's")
+    for name, side in found.items():
+        if isinstance(side, dict) and "ratio" in side:
+            print(
+                f"  {name:14} {side['GB_s']:5.2f} GB/s  ratio {side['ratio']:.2f}  "
+                f"CPU {side['cpu_us_a_block']:6.0f} us a block, ratio {side['cpu_ratio']:.2f}"
+            )
     for name, us in found["us_a_block"].items():
         print(f"  {us:7.1f} us  {name}")
     print(f"HasBlocks of {N_NAMES} names: {found['has_blocks_10000_ms']:.1f} ms")

@@ -232,7 +232,7 @@ def run(args: argparse.Namespace) -> int:
         raise KvPoolError("--tls-cert and --tls-key go together")
     if args.tls_client_ca is not None and args.tls_cert is None:
         raise KvPoolError("--tls-client-ca goes with --tls-cert and --tls-key")
-    from kvpool.transfer import KvReceiver, KvServer, Limits, ServerTls
+    from kvpool.transfer import KvReceiver, KvServer, Limits, ServerTls, keep_freed_memory
     from kvpool.transfer.settings import check_address, is_loopback
 
     certificate, key = read_file("--tls-cert", args.tls_cert), read_file("--tls-key", args.tls_key)
@@ -258,6 +258,7 @@ def run(args: argparse.Namespace) -> int:
         engine = stack.enter_context(
             Engine(model, manager, max_seqs=args.batch, max_step_tokens=max(args.batch, 256))
         )
+        keep_freed_memory()
         receiver = KvReceiver(manager, limits=limits)
         stack.callback(receiver.close)
         if args.metrics is not None:

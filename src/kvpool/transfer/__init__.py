@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .client import KvClient, push
     from .handover import Handover
     from .server import KvServer
-    from .settings import ClientSettings, ClientTls, PushResult, ServerTls
+    from .settings import ClientSettings, ClientTls, PushResult, ServerTls, keep_freed_memory
 
 logging.getLogger("kvpool.transfer").addHandler(logging.NullHandler())
 
@@ -67,6 +67,7 @@ __all__ = [
     "TransferRefused",
     "TransferStats",
     "chunks",
+    "keep_freed_memory",
     "push",
 ]
 
@@ -80,6 +81,7 @@ _NEED_GRPC = {
     "KvServer": "server",
     "PushResult": "settings",
     "ServerTls": "settings",
+    "keep_freed_memory": "settings",
     "push": "client",
 }
 

@@ -79,6 +79,11 @@ class Push:
         with self._lock:
             return self._end(reason)
 
+    @property
+    def ended(self) -> str | None:
+        """Why it takes no more chunks; None while it does."""
+        return self._ended
+
     def __enter__(self) -> Push:
         return self
 

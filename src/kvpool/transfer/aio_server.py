@@ -150,22 +150,28 @@ class AioKvServer:
             await context.abort(*status_of(error))
 
     async def _push(self, requests: Any, context: Any) -> Any:
-        idle_s = self.receiver.limits.idle_s
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        told = False
+
+        def on_abort() -> None:  # from the sweeper, or from a thread that released the handle
+            nonlocal told
+            told = True
+            loop.call_soon_threadsafe(task.cancel)
+
         try:
-            with self.receiver.begin() as push:
-                while True:
-                    try:
-                        data = await asyncio.wait_for(context.read(), idle_s)
-                    except (asyncio.TimeoutError, TimeoutError):
-                        push.abort(f"no chunk for {idle_s:g} s")
-                        raise TransferRefused(
-                            "DEADLINE_EXCEEDED", f"no chunk for {idle_s:g} s"
-                        ) from None
-                    if data is _END:
-                        break
-                    ack = take_chunk(push, data)
-                    if ack is not None:
-                        return ack_message(ack)
+            with self.receiver.begin(on_abort) as push:
+                try:
+                    while (data := await context.read()) is not _END:
+                        ack = take_chunk(push, data)
+                        if ack is not None:
+                            return ack_message(ack)
+                except asyncio.CancelledError:
+                    if not told:
+                        raise  # the caller has gone
+                    raise TransferRefused(
+                        "CANCELLED", f"the push has ended: {push.ended}"
+                    ) from None
             raise TransferRefused("INVALID_ARGUMENT", "the stream ended before the last block")
         except (KvPoolError, MemoryError) as error:
             await context.abort(*status_of(error))

@@ -14,7 +14,7 @@ import grpc
 from ..errors import InvalidArgument, TransferError
 from .limits import MAX_PAYLOAD_BYTES
 
-__all__ = ["ClientSettings", "ClientTls", "PushResult", "ServerTls"]
+__all__ = ["ClientSettings", "ClientTls", "PushResult", "ServerTls", "keep_freed_memory"]
 
 SERVICE = "tl.kv.v1.KvTransferService"
 HANDOVER = "kvpool.handover.v1.Handover"
@@ -214,3 +214,25 @@ def bound_address(address: str, port: int) -> str:
 def cannot_listen(address: str, reason: object = "") -> TransferError:
     """The error for a port that is taken, or an address that is not ours."""
     return TransferError(f"cannot listen on {address}: {reason or 'is the port in use?'}")
+
+
+def keep_freed_memory(n_bytes: int = 256 << 20) -> bool:
+    """Lets the C library keep up to so many freed bytes, in this whole process; True if it does.
+
+    gRPC takes and frees several megabytes for each message of one. glibc returns them to the system
+    and gets them again page by page, at some 150 page faults a message, which costs a receiver a
+    quarter of its time. ``kvpool serve`` calls this; a library must not, so your engine decides.
+    glibc only; the same as the variables ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_``.
+
+    >>> keep_freed_memory() in (True, False)
+    True
+    """
+    import ctypes
+
+    trim_threshold, mmap_threshold = -1, -3  # <malloc.h>
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    kept = bool(mallopt(trim_threshold, ctypes.c_int(min(n_bytes, 2**31 - 1))))
+    return bool(mallopt(mmap_threshold, ctypes.c_int(32 << 20))) and kept  # 32 MiB is its largest
