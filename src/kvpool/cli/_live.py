@@ -62,14 +62,18 @@ class LiveView:
 
     def on_step(self, step: Step) -> None:
         """Shows the answers that are done, and the rest as it is."""
+        for prompt in self.note(step):
+            self._print_answer(prompt)
+        self._live.update(self.view(), refresh=True)
+
+    def note(self, step: Step) -> list[Prompt]:
+        """Counts a step; gives the prompts that are answered now."""
         now = time.perf_counter()
         self._recent = [entry for entry in self._recent if now - entry[0] < _RECENT_S]
         self._recent.append((now, step.n_tokens))
         done = [prompt for prompt in self._pending if prompt.request.is_done]
         self._pending = [prompt for prompt in self._pending if not prompt.request.is_done]
-        for prompt in done:
-            self._print_answer(prompt)
-        self._live.update(self.view(), refresh=True)
+        return done
 
     def view(self) -> RenderableType:
         """The pool and the requests that wait or run."""
