@@ -12,6 +12,9 @@ nothing else to do.
 
 A step of the engine is all of it: scheduling, append, tables, forward pass, logits, picking.
 
+``--one-core`` holds both to one thread and counts its processor time: what other programs do then
+changes little, but nothing is said about threads.
+
 Then, in the engine alone: where a step's time goes, and at what rate it reads the weights, against
 the fastest way this process can read them (matrix-vector products, one thread and all).
 """
@@ -39,7 +42,6 @@ from kvpool.engine import llama as llama_module
 from kvpool.engine.engine import Engine
 from kvpool.engine.generate import prefill
 from kvpool.engine.gguf_file import ModelFile, default_model_path
-from kvpool.engine.linear import n_cores
 from kvpool.engine.llama import Llama
 from kvpool.engine.paged import Batch
 from kvpool.engine.request import Request
@@ -47,6 +49,7 @@ from kvpool.engine.tokenizer import Tokenizer
 
 ASKED = {1: 1.5, 16: 3.0}  # issue: times the plain engine with so many sequences
 WARM_UP = 2
+clock: Callable[[], float] = time.perf_counter
 
 
 def filled(model: Llama, n_seqs: int, context: int, steps: int, block_tokens: int) -> Pool:
@@ -73,9 +76,9 @@ def sequences(manager: BlockManager, prompts: list[list[int]]) -> list[kvpool.Se
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
+    started = clock()
     result = call()
-    return time.perf_counter() - started, result
+    return clock() - started, result
 
 
 def compare(
@@ -109,7 +112,7 @@ def compare(
         for i in range(steps):
             name = list(ways)[i % n_ways]
             way, blas_threads = ways[name]
-            set_blas_threads(blas_threads or n_cores())
+            set_blas_threads(blas_threads or model.threads)
 
             def their_step(way: Any = way, tokens: list[int] = tokens) -> Any:
                 return way(held, tokens).argmax(axis=1).tolist()
@@ -126,12 +129,14 @@ def compare(
                 times[name].append((pair[0][0], pair[1][0]))
         for sequence in held:
             sequence.free()
-    set_blas_threads(n_cores())
+    set_blas_threads(model.threads)
     assert n_different <= steps * n_seqs // 50, "the two compute the same, rounding apart"
     ratios = {name: [b / a for a, b in pairs_] for name, pairs_ in times.items()}
     fastest = min(a for pairs_ in times.values() for a, _ in pairs_)
     if n_seqs == 1:
         del ratios["together"]  # the same thing
+    if model.threads == 1:
+        del ratios["together, BLAS on one thread"]
     return {
         "sequences": n_seqs,
         "context": context,
@@ -201,11 +206,11 @@ class Timers:
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                passed = time.perf_counter() - started
+                passed = clock() - started
                 self.seconds[part] = self.seconds.get(part, 0.0) + passed
 
         setattr(owner, name, call)
@@ -248,11 +253,11 @@ def read_rates(model: Llama, repeats: int) -> dict[str, float]:
     matrix = model.embedding
     vector = np.ones(matrix.shape[1], dtype=np.float32)
     rates = {}
-    for threads in sorted({1, n_cores()}):
+    for threads in sorted({1, model.threads}):
         set_blas_threads(threads)
         best = min(timed(lambda: matrix @ vector)[0] for _ in range(repeats))
         rates[f"{threads} threads"] = matrix.nbytes / best / 1e9
-    set_blas_threads(n_cores())
+    set_blas_threads(model.threads)
     return rates
 
 
@@ -290,11 +295,15 @@ def main() -> int:
     parser.add_argument("--seqs", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument("--one-core", action="store_true", help="processor time of one thread")
     parser.add_argument("--out", type=Path, help="write bench_generate.json into this directory")
     args = parser.parse_args()
 
+    global clock
     file = ModelFile(args.model or default_model_path())
-    model = Llama(file)
+    model = Llama(file, threads=1 if args.one_core else None)
+    if args.one_core:
+        clock = time.thread_time
     rows, parts = [], []
     print(
         f"{'seqs':>4} {'context':>7} {'engine ms':>9} {'tokens/s':>8}  plain / engine (quartiles)"
@@ -350,6 +359,7 @@ def main() -> int:
             "what": "decode step, plain NumPy + gather / engine; where a step goes; first token",
             "machine": platform.machine(),
             "numpy": np.__version__,
+            "time": "processor time of one thread" if args.one_core else "wall, all cores",
             "asked": ASKED,
             "decode": rows,
             "where": parts,

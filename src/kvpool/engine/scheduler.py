@@ -17,7 +17,9 @@ each of them gets one token a pass. Each pass:
 
 Who waits in 4. A request that begins like one whose prompt is being computed right now waits for it
 and finds its blocks, instead of computing the same a second time; others may pass. When the oldest
-one does not fit, nobody passes it. After a preemption nobody is admitted in the same pass.
+one does not fit, nobody passes it. To fit means that blocks for the trunk are there, and for what
+samples need when they part: its own, and those of requests before it. Fewer were left when somebody
+was preempted, so nobody comes and goes in turns.
 
 Why it ends. The oldest running request is preempted by none but itself, and ``check_fits`` let
 only requests in that fit alone. So the oldest one always comes to its end.
@@ -143,8 +145,7 @@ class Scheduler:
             budget -= len(plan[-1].tokens)
             if not budget:
                 return plan
-        if not self.preempted:
-            budget = self._admit(plan, budget)
+        budget = self._admit(plan, budget)
         if self.n_drafts:
             self._draft(plan, budget)
         return plan
@@ -212,13 +213,27 @@ class Scheduler:
 
     def _open(self, request: Request) -> kvpool.Sequence:
         """Its trunk, with blocks for all of it. PoolFull has changed nothing."""
-        tokens = request.common_tokens()
-        if request.handed is None:
-            return self.manager.allocate(tokens, resumed=request.n_preempted > 0)
-        trunk = request.handed
-        trunk.truncate(min(trunk.n_computed, len(tokens) - 1))  # the last one's logits are needed
-        trunk.append(tokens[len(trunk) :])
-        request.handed = None
+        tokens, pool = request.common_tokens(), self.manager.pool
+        if request.handed is not None:
+            trunk = request.handed
+            trunk.truncate(min(trunk.n_computed, len(tokens) - 1))  # the last one gives the logits
+            trunk.append(tokens[len(trunk) :])
+            request.handed = None
+            return trunk
+        owed = self.manager.watermark + _blocks_ahead(request, len(tokens), pool.block_tokens)
+        for other in self.running:
+            if other.trunk is not None:
+                owed += _blocks_ahead(other, len(other.trunk), pool.block_tokens)
+        if self.running and not request.n_preempted:
+            owed += self.manager.can_allocate(tokens).n_new
+            if owed > _n_available(pool):
+                raise PoolFull(f"{owed} blocks needed, {_n_available(pool)} are free or cached")
+            return self.manager.allocate(tokens)
+        trunk = self.manager.allocate(tokens, resumed=request.n_preempted > 0)
+        if request.n_preempted and owed > _n_available(pool):
+            message = f"{owed} blocks needed behind the first, {_n_available(pool)} are left"
+            trunk.free()
+            raise PoolFull(message)
         return trunk
 
     def _will_find_more(self, request: Request) -> bool:
@@ -270,6 +285,18 @@ def _uncomputed(request: Request) -> Iterator[Work]:
             n = len(sequence) - sequence.n_computed
             known = sample.tokens if n <= len(sample.tokens) else request.prompt + sample.tokens
             yield Work(request, sample, sequence, known[-n:])
+
+
+def _blocks_ahead(request: Request, n_trunk: int, size: int) -> int:
+    """Blocks that its samples need behind a trunk of n tokens, apart from the trunk's own."""
+    lengths = [len(request.prompt) + len(sample.tokens) for sample in request.live]
+    n = sum(-(-length // size) - n_trunk // size for length in lengths)
+    return n - (n_trunk % size > 0)  # one of them has the trunk's last block
+
+
+def _n_available(pool: kvpool.Pool) -> int:
+    stats = pool.stats
+    return stats.free + stats.cached
 
 
 def _n_common(a: list[int], b: list[int]) -> int:
