@@ -201,6 +201,58 @@ def test_drafts_never_preempt_anybody(tiny, manager_of) -> None:
     assert run.count("preempted") == 0
 
 
+def test_drafts_stay_within_the_budget_of_a_pass(tiny, manager_of, monkeypatch) -> None:
+    """Three sequences that always guess 6 tokens, and 8 rows."""
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, n: [5] * n)
+    asked = [{"prompt": numbers(5, i), "max_tokens": 30} for i in range(3)]
+    run = run_together(tiny, manager_of(100), asked, n_drafts=6, max_seqs=3, max_step_tokens=8)
+    rows = [step.n_decode for step in run.steps if step.n_decode - step.n_drafted == 3]
+    assert max(rows) == 8
+    assert rows.count(8) > 20
+
+
+def test_wrong_guesses_leave_nothing_behind(tiny, manager_of, monkeypatch) -> None:
+    """They are cut off before they are committed: nothing findable, no block copied."""
+    asked = [{"prompt": numbers(9, i), "max_tokens": 20} for i in range(2)]
+    plain = manager_of(60, 2)
+    expected = run_together(tiny, plain, asked)
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, n: [5] * n)
+    manager = manager_of(60, 2)
+    run = run_together(tiny, manager, asked, n_drafts=5)
+    assert run.tokens == expected.tokens
+    assert run.count("n_drafted") > 100
+    assert run.count("n_accepted") == sum(
+        token == 5 for group in run.tokens for tokens in group for token in tokens[1:]
+    )
+    assert manager.stats.copies == 0
+    assert manager.stats.n_findable == plain.stats.n_findable
+
+
+def test_who_comes_back_leaves_blocks_for_those_before_it(tiny, manager_of) -> None:
+    """Samples take blocks of their own when they part: nobody is admitted into those and preempted
+    at once."""
+    asked = [
+        {"prompt": numbers(20, 0), "max_tokens": 12},
+        {"prompt": numbers(7, 1), "max_tokens": 30, "n": 3, "temperature": 1.0},
+        {"prompt": numbers(26, 2), "max_tokens": 4},
+        {"prompt": numbers(6, 3), "max_tokens": 5},
+    ]
+    for prefix_cache in ("hash", "none"):
+        manager = manager_of(29, 4, prefix_cache)
+        with Engine(tiny.model, manager, max_seqs=8, max_step_tokens=16) as engine:
+            requests = [engine.add(Request(**options)) for options in asked]
+            since: dict[int, int] = {}
+            clock = 0
+            while engine.is_busy:
+                step = engine.step()
+                clock += 1
+                for request in step.admitted:
+                    since[request.number] = clock
+                for request in step.preempted:
+                    assert clock - since[request.number] > 1
+        assert [r.error for r in requests] == [None] * 4
+
+
 # ---- what does not fit --------------------------------------------------------------------------
 
 
