@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
@@ -234,3 +235,40 @@ def test_memory_stays_flat_for_a_trace_of_millions_of_blocks(tmp_path: Path) -> 
         assert json.loads(done.stdout)["blocks"] == 2_000_000 * times
         peaks.append(int(done.stderr))
     assert peaks[1] <= peaks[0] * 1.05 + 6, peaks  # keeping the names alone would take 32 more
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiny_traces_of_odd_lengths_come_through(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One request, prompts that fit no pool, times that fall, the same block twice, no answer."""
+    rng = random.Random(seed)
+    rows = []
+    for i in range(rng.choice([1, 2, 10])):
+        length = rng.choice([1, 511, 512, 513, 3000, 100_000])
+        n = -(-length // 512) if rng.random() < 0.7 else length // 512
+        ids = [rng.choice([0, j, rng.randrange(2**64)]) for j in range(n)]
+        at, out = rng.choice([0, i * 1000, 10**9, -5]), rng.choice([0, 1, 600, 50_000])
+        rows.append({"timestamp": at, "input_length": length, "output_length": out})
+        rows[-1]["hash_ids"] = ids
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    clock = rng.choice(
+        [
+            ["--real-time", "--prefill-rate", "1", "--decode-rate", "1e6", "--samples", "3"],
+            ["--real-time", "--prefill-rate", "1e9", "--decode-rate", "0.5"],
+            ["--outputs", "--samples", "2"],
+            ["--match-last"],
+        ]
+    )
+    report = str(tmp_path / "t.html")
+    blocks = rng.choice(["1", "3", "1,2,300", "1000"])
+    out = run(capsys, "replay", str(path), "--blocks", blocks, "--report", report, "--json", *clock)
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    document = json.loads(out, parse_constant=no_constant)
+    assert document["requests"] == len(rows)
+    assert "</html>" in Path(report).read_text()
+    run(capsys, "replay", str(path), "--blocks", blocks, *clock)

@@ -18,9 +18,9 @@ def show(study: Study) -> None:
     """Sums, the replays, the hit curve, the policies, the distributions."""
     reuse = study.reuse
     print(
-        f"{clean(study.name)}: {reuse.requests:,} requests, "
+        f"{clean(study.name)}: {study.primary.requests:,} requests, "
         f"{study.primary.prompt_tokens:,} prompt tokens, "
-        f"{reuse.blocks:,} blocks of {study.block_tokens}"
+        f"{study.primary.prompt_blocks:,} blocks of {study.block_tokens}"
         + (f", {duration(study.duration_s)}" if study.duration_s else "")
     )
     for note in study.notes:

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         _show(study)
     if study.interrupted and sys.stderr is not None:
         print(
-            f"kvpool replay: interrupted after {study.reuse.requests:,} requests; these are the "
+            f"kvpool replay: interrupted after {study.primary.requests:,} requests; these are the "
             "results so far",
             file=sys.stderr,
         )
@@ -205,7 +205,7 @@ def _study(args: argparse.Namespace) -> Study:
                 advance=lambda done: bar(float(trace.position), done, "requests"),
             )  # fmt: skip
         study.parsed_bytes = trace.position if args.trace else 0
-    if not reuse.requests and not study.interrupted:
+    if not study.primary.requests and not study.interrupted:
         raise KvPoolError(f"{name}: no requests in it")
     _notes(study, args)
     names = _policy_names(args)

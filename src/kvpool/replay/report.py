@@ -45,10 +45,9 @@ def render(study: Study) -> str:
 
 
 def _subtitle(study: Study) -> str:
-    reuse = study.reuse
     text = (
-        f"{reuse.requests:,} requests, {study.primary.prompt_tokens:,} prompt tokens in "
-        f"{reuse.blocks:,} blocks of {study.block_tokens}"
+        f"{study.primary.requests:,} requests, {study.primary.prompt_tokens:,} prompt tokens in "
+        f"{study.primary.prompt_blocks:,} blocks of {study.block_tokens}"
     )
     if study.duration_s > 0:
         text += f", over {duration(study.duration_s)}"
