@@ -75,6 +75,7 @@ class Trace:
             self.format = formats[0]
             if self.format not in FORMATS:
                 raise TraceError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
+            self._read = _reader(self.format)  # here, so that reading is all that is timed later
             about = FORMATS[self.format]
             self.has_hashes = about.has_hashes or synthetic_prefix > 0
             self.block_tokens = block_tokens or firsts[0].block_size() or about.block_tokens
@@ -96,10 +97,9 @@ class Trace:
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     def __iter__(self) -> Iterator[list[Request]]:
-        read = _reader(self.format)
         extra = (self._synthetic_prefix,) if self.format in ("azure", "burstgpt") else ()
         for first in self._firsts:
-            yield from read(first, self.problems, self.block_tokens, *extra)
+            yield from self._read(first, self.problems, self.block_tokens, *extra)
 
     def close(self) -> None:
         """Closes the files."""
