@@ -118,14 +118,14 @@ def progress(what: str, total: float | None) -> Iterator[Advance]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total, text="")
-        begin = last = time.monotonic()
+        begin, last = time.monotonic(), float("-inf")
 
         def advance(done: float, n: int, what: str) -> None:
             nonlocal last
             now = time.monotonic()
             if now - last > 0.05:
                 last = now
-                text = f"{n:,} {what}, {n / (now - begin):,.0f}/s"
+                text = f"{n:,} {what}, {n / max(now - begin, 1e-6):,.0f}/s"
                 bar.update(task, completed=done, text=text)
 
         yield advance
