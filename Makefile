@@ -8,6 +8,7 @@
 #   make bench-bytes   CRC, hash, export and import against their peers
 #   make bench-transfer   pushes over loopback against a bare gRPC stream
 #   make bench-files   envelopes to and from a file, against cat
+#   make bench-attention   attention against memory, arithmetic, gather + PyTorch
 #   make bench-peers   the block manager against other engines', on a trace
 #   make bench-replay  reading a trace, replaying it, every pool size at once
 #   make mutants  every planted bug must be caught
@@ -32,7 +33,8 @@ SOURCES := pyproject.toml CMakeLists.txt \
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
-.PHONY: run test test-c test-py check bench bench-bytes bench-files bench-peers bench-transfer bench-replay mutants \
+.PHONY: run test test-c test-py check bench bench-bytes bench-attention bench-files bench-peers \
+	bench-transfer bench-replay mutants \
 	parity asan fuzz soak soak-transfer arch clean system-packages help
 
 help:
@@ -192,6 +194,15 @@ bench-files: $(VENV)/tools
 	mkdir -p build/bench
 	$(BIN)/python benchmarks/bench_wire_files.py --json build/bench/files.json
 	$(BIN)/python benchmarks/bench_wire_files.py --block-mib 0.016 --json build/bench/files-small.json
+
+# Paged attention: how near memory and arithmetic it comes, then against gather + PyTorch's SDPA, which
+# is installed if it can be.
+bench-attention: build/c-bench/made
+	mkdir -p build/bench
+	$(BENCH_C)/bench_attention
+	$(BENCH_C)/bench_attention --threads $$(nproc) --json > build/bench/attention-c.json
+	-$(PIP) install torch==2.13.0
+	$(BIN)/python benchmarks/bench_attention.py --json build/bench/attention-peers.json
 
 # Other engines' block managers, from their own wheels, on a trace: TRACE=path/to/conversation.jsonl
 TRACE ?= ../shared/traces/conversation.jsonl
