@@ -32,6 +32,8 @@ TEST_FILES = (
     "test_views.py",
     "test_lifetime.py",
     "test_pool_model.py",
+    "test_attention.py",
+    "test_paged_cache.py",
 )
 SUITE_LIMIT_S = 120.0
 BUILD_LIMIT_S = 600.0
@@ -111,8 +113,11 @@ class PythonSuite:
 
     # ---- one mutant -------------------------------------------------------------------------
 
-    def package(self, name: str, objects: list[Path]) -> Path:
-        """A folder with an importable kvpool whose module has the given objects."""
+    def package(self, name: str, objects: list[Path], files: list[Path] | None = None) -> Path:
+        """A folder with an importable kvpool whose module has the given objects.
+
+        ``files`` take the place of the package's modules of the same name.
+        """
         folder = self.folder / "packages" / name
         shutil.rmtree(folder, ignore_errors=True)
         package = folder / "kvpool"
@@ -122,6 +127,9 @@ class PythonSuite:
                 link = package / path.name
                 if not path.name.startswith(("_core.", "__pycache__")) and not link.exists():
                     link.symlink_to(path)
+        for path in files or []:
+            (package / path.name).unlink()
+            shutil.copyfile(path, package / path.name)
         self._link(objects, package / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}")
         return folder
 
@@ -173,9 +181,12 @@ class PythonSuite:
         """One mutant through the suite, as a Kill."""
         kill, mutation = self.workbench.mutation.Kill, self.workbench.mutation
         try:
-            objects = self.objects(mutant, workshop)
             name = hashlib.sha256(mutant.id.encode()).hexdigest()[:12]
-            folder = self.package(name, objects)
+            if "b/src/kvpool/" in mutant.patch.read_text(encoding="utf-8"):
+                changed = workshop.overlay(mutant, Path("src/kvpool")) / "kvpool"
+                folder = self.package(name, [], sorted(changed.glob("*.py")))
+            else:
+                folder = self.package(name, self.objects(mutant, workshop))
         except (mutation.patches.PatchError, mutation.BuildError, RuntimeError) as error:
             return kill(mutant, "python", "broken", note=str(error))
         passed, failed, ending = self.run(folder)

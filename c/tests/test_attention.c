@@ -364,6 +364,46 @@ TL_TEST(infinite_and_huge_values_give_what_the_formula_gives) {
     end_batch(&x);
 }
 
+TL_TEST(tiles_without_weight_are_joined_without_weight) {
+    const int32_t ctx_len = 600;
+    batch x = new_batch(10, 16, 1, 1, 1, 1, 8, &ctx_len);
+    for (int64_t pos = 0; pos < 512; pos++) /* two tiles whose scores are all -infinity */
+        values(&x, 0, pos, 0, 0, 0)[0] = x.q[0] > 0 ? 0xFC00 : 0x7C00;
+    decode(&x, 0, 0, NULL);
+    near_formula(&x, x.q, x.out, 0, ctx_len - 1, 0, 0, 0);
+    end_batch(&x);
+}
+
+/* A pool of one block with one position: nothing around it can be read. Under AddressSanitizer. */
+TL_TEST(nothing_around_the_blocks_is_read) {
+    for (int64_t D = 1; D <= 40; D++) {
+        const int32_t ctx_len = 1;
+        batch x = new_batch((uint64_t)D, 1, 1, 1, 5, 1, D, &ctx_len);
+        x.max_blocks = 1;
+        decode(&x, 0, 0, NULL);
+        decode_is_near_formula(&x, 0, 0);
+        end_batch(&x);
+    }
+}
+
+/* One key has all the weight, so that the result is its V: all 63,488 finite values there are. */
+TL_TEST(every_float16_is_read_as_it_is) {
+    const int32_t ctx_len = 1;
+    batch x = new_batch(9, 1, 1, 1, 1, 1, 512, &ctx_len);
+    for (uint32_t first = 0; first < 0x10000; first += 512) {
+        uint16_t *v = values(&x, 0, 0, 0, 1, 0);
+        for (uint32_t d = 0; d < 512; d++)
+            v[d] = (uint16_t)(first + d);
+        decode(&x, 0, 0, NULL);
+        for (uint32_t d = 0; d < 512; d++) {
+            const float want = tl_f16_to_f32((uint16_t)(first + d));
+            tl_test_context("float16 0x%04x", first + d);
+            TL_CHECK(x.out[d] == want || (isnan(x.out[d]) && isnan(want)));
+        }
+    }
+    end_batch(&x);
+}
+
 TL_TEST(the_exponential_is_off_by_one_unit_at_most) {
     double worst = 0;
     for (uint32_t i = 0; i < 4000000; i++) {

@@ -14,6 +14,7 @@ from .trouble import Trouble
 __all__ = ["Assets", "find_assets"]
 
 MODULE = "rt.04"
+CACHE_MODULE = "L8.3"
 POOL_C = Path("c/src/runtime/kv_pool.c")
 OWN_TESTS = Path("c/tests/rt04-kv-pool")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .assets import find_assets
+from .assets import CACHE_MODULE, find_assets
 from .build import PoolBuilder, explain_build_error
 from .cache_suite import TESTS
 from .screen import Screen
@@ -17,16 +17,16 @@ from .toolchain import BuildError, Toolchain
 from .workspace import Workspace
 
 __all__ = [
-    "CACHE_MODULE",
     "NEEDS_POOL",
     "CacheCheck",
     "OwnSource",
+    "about",
     "cache_as_json",
+    "catalog",
     "check_cache",
     "report_cache",
 ]
 
-CACHE_MODULE = "L8.3"
 NEEDS_POOL = "needs rt.04: build it, or pass --ref-deps"
 
 TEST_LIMIT_S = 20
@@ -118,6 +118,11 @@ def report_cache(found: CacheCheck, screen: Screen) -> None:
 def about(name: str) -> str:
     """What a test of the suite checks, in one line."""
     return (TESTS[name].__doc__ or "").strip()
+
+
+def catalog() -> list[dict[str, str]]:
+    """The suite's tests in their order, with what each checks."""
+    return [{"name": name, "checks": about(name)} for name in TESTS]
 
 
 def cache_as_json(found: CacheCheck) -> dict[str, Any]:
