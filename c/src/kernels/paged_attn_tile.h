@@ -47,7 +47,8 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-#define MAX_SUMS 16
+#define MAX_SUMS    16
+#define LINE_VALUES (TL_ATTN_LINE / 2u) /* float16 */
 
 /* 2^x for x in [-infinity, 0]: x = n + r with r in [-1/2, 1/2]; 2^r by a polynomial (least relative
  * error with 2^0 = 1 exactly: 2e-9, so that rounding decides), 2^n into the exponent. Below -126 it
@@ -85,6 +86,8 @@ FN void ask(tl_attn_ahead *a, uint32_t lines) {
 FN void dots(const tl_attn_group *g, float (*s)[TL_ATTN_TILE], const uint32_t keys,
              const uint32_t queries) {
     const size_t D = g->head_dim, whole = D - D % LANES;
+    /* A line is asked for whenever one is read, or as many as one step reads. */
+    const uint32_t every = keys * LANES >= LINE_VALUES ? LANES : LINE_VALUES / keys;
     for (uint32_t j = g->first & ~(TL_ATTN_ALIGN - 1); j < g->end; j += keys) {
         const uint16_t *rows[8];
         UNROLL for (uint32_t i = 0; i < keys; i++) {
@@ -95,8 +98,8 @@ FN void dots(const tl_attn_group *g, float (*s)[TL_ATTN_TILE], const uint32_t ke
             sums[i] = zero();
         }
         for (size_t d = 0; d < whole; d += LANES) {
-            if (g->ahead != NULL && d % 32 == 0) {
-                ask(g->ahead, keys * g->ahead->rate);
+            if (g->ahead != NULL && d % every == 0) {
+                ask(g->ahead, keys * every / LINE_VALUES * g->ahead->rate);
             }
             vec k[8];
             UNROLL for (uint32_t i = 0; i < keys; i++) {
@@ -203,6 +206,7 @@ FN void mix_alone(const tl_attn_group *g, const float *s, size_t d, const uint32
  */
 FN void mix_chunks(const tl_attn_group *g, const tl_attn_weights *w, size_t d, float *a,
                    const uint32_t chunks, const uint32_t queries, size_t part) {
+    const uint32_t step = chunks * LANES;
     vec sums[MAX_SUMS];
     UNROLL for (uint32_t i = 0; i < chunks * queries; i++) {
         sums[i] = zero();
@@ -219,8 +223,8 @@ FN void mix_chunks(const tl_attn_group *g, const tl_attn_weights *w, size_t d, f
     }
     for (uint32_t j = from; j < to; j++) {
         const uint16_t *v = g->rows[j] + g->v + d;
-        if (g->ahead != NULL && d % 32 == 0) {
-            ask(g->ahead, (chunks * LANES > 32 ? chunks * LANES / 32 : 1) * g->ahead->rate);
+        if (g->ahead != NULL && d % LINE_VALUES == 0) {
+            ask(g->ahead, (step > LINE_VALUES ? step / LINE_VALUES : 1) * g->ahead->rate);
         }
         vec x[MAX_SUMS];
         UNROLL for (uint32_t c = 0; c < chunks; c++) {
@@ -246,6 +250,10 @@ FN void mix_all(const tl_attn_group *g, const tl_attn_weights *w, size_t d0, siz
     size_t d = 0;
     for (; d + chunks * LANES <= n; d += chunks * LANES) {
         mix_chunks(g, w, d0 + d, a + d, chunks, queries, 0);
+    }
+    if (d + chunks / 2 * LANES <= n && chunks > 2) { /* one sum alone would wait for itself */
+        mix_chunks(g, w, d0 + d, a + d, chunks / 2, queries, 0);
+        d += chunks / 2 * LANES;
     }
     for (; d + LANES <= n; d += LANES) {
         mix_chunks(g, w, d0 + d, a + d, 1, queries, 0);
