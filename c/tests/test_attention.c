@@ -6,6 +6,7 @@
 
 #include "kernels/paged_attn.h"
 #include "numerics/cpu.h"
+#include "tinyllm/kv_pool_ext.h"
 #include "tinyllm/numerics.h"
 #include "tl_test.h"
 #include "tl_test_kv.h"
@@ -487,6 +488,42 @@ TL_TEST(wrong_arguments_are_refused_and_nothing_is_written) {
     TL_MEM_EQ(x.out, before, size);
     DECODE(TL_OK, x.q, x.kv, 1, x.tables, x.max_blocks, x.ctx_lens, x.out, 2, 4, 2, 8, 1);
     tl_free(before);
+    end_batch(&x);
+}
+
+static void copy_nothing(void *user, uint32_t src, uint32_t dst) {
+    (void)user, (void)src, (void)dst;
+}
+
+TL_TEST(a_pool_of_ids_has_nothing_to_read) {
+    const tl_kv_cfg cfg = {2, 16, 1, 1, 8, TL_F16, TL_KV_FORMAT_V1};
+    const tl_kv_options opt = {.copy = copy_nothing};
+    tl_kv_pool *kv;
+    TL_OK_(tl_kv_pool_create_opt(&cfg, &opt, &kv));
+    float q[8] = {0}, out[8];
+    const int32_t table = 0, ctx_len = 1;
+    TL_STATUS(tl_paged_attn_decode_f32(q, kv, 0, &table, 1, &ctx_len, out, 1, 1, 1, 8, 1, 0, NULL),
+              TL_EUNSUPPORTED);
+    tl_kv_pool_destroy(kv);
+}
+
+TL_TEST(a_slab_of_the_callers_is_read_where_it_lies) {
+    const int32_t ctx_len = 30;
+    batch x = new_batch(11, 16, 1, 1, 3, 1, 24, &ctx_len);
+    decode(&x, 0, 0, NULL);
+    const tl_kv_cfg cfg = kv_cfg(x.kv);
+    const size_t size = cfg.n_blocks * tl_kv_block_bytes(x.kv);
+    uint16_t *memory = tl_alloc(size + 2, 64); /* aligned to 2 and to nothing more */
+    memcpy(memory + 1, tl_kv_block_ptr(x.kv, 0, 0, 0), size);
+    const tl_kv_options opt = {.slab = memory + 1, .slab_bytes = size};
+    batch y = x;
+    float out[3 * 24];
+    y.out = out;
+    TL_OK_(tl_kv_pool_create_opt(&cfg, &opt, &y.kv));
+    decode(&y, 0, 0, NULL);
+    TL_MEM_EQ(out, x.out, sizeof out);
+    tl_kv_pool_destroy(y.kv);
+    tl_free(memory);
     end_batch(&x);
 }
 
