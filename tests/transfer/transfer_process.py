@@ -8,6 +8,8 @@ transfer_process.py prefill TARGET N     pushes N blocks for ever, slowly; a dot
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -40,22 +42,35 @@ def decode(port: str) -> None:
             print(json.dumps(answer), flush=True)
 
 
-def prefill(target: str, n_blocks: str) -> None:
+def prefill(target: str, n_blocks: int, dots: int) -> None:
     real = client_module.messages
 
     def slowly(*args: Any) -> Iterator[tuple[bytes, int]]:
         for message in real(*args):
             yield message
-            print(".", end="", flush=True)
+            os.write(dots, b".")
             time.sleep(0.02)
 
     client_module.messages = slowly
     side = Side(256)
-    tokens = list(range(int(n_blocks) * side.pool.block_tokens))
+    tokens = list(range(n_blocks * side.pool.block_tokens))
     with KvClient(target) as client:
         while True:
             client.push(side.prefill(tokens))
 
 
+def nursery() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        target, n_blocks, path = line.split()
+        pid = os.fork()  # gRPC has made nothing yet in this process
+        if pid == 0:
+            try:
+                prefill(target, int(n_blocks), os.open(path, os.O_WRONLY | os.O_CREAT))
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+
+
 if __name__ == "__main__":
-    {"decode": decode, "prefill": prefill}[sys.argv[1]](*sys.argv[2:])
+    {"decode": decode, "nursery": nursery}[sys.argv[1]](*sys.argv[2:])

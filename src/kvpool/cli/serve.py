@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import signal
@@ -77,6 +78,8 @@ class _Desk:
 
     def __init__(self, root: int, model_name: str) -> None:
         self.inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
         self._root, self._model_name = root, model_name
 
     def generate(self, handover: Handover, sequence: Sequence) -> Iterator[Answer]:
@@ -90,7 +93,10 @@ class _Desk:
                 f"{self._model_name!r}, {self._root:016x}",
             )
         job = _Job(handover, sequence)
-        self.inbox.put(job)
+        with self._lock:
+            if self._closed:
+                raise TransferRefused("UNAVAILABLE", "the server is stopping")
+            self.inbox.put(job)
         try:
             while True:
                 part = job.out.get()
@@ -104,6 +110,17 @@ class _Desk:
             self.inbox.put(None)
             job.ended.wait()
 
+    def close(self) -> list[_Job]:
+        """Takes no job any more; those that nobody has taken up."""
+        with self._lock:
+            self._closed = True
+        left = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self.inbox.get_nowait()) is not None:
+                    left.append(job)
+        return left
+
 
 class _Worker:
     """Runs the engine over the jobs of a desk."""
@@ -115,6 +132,8 @@ class _Worker:
 
     def run(self, check: Callable[[], None]) -> None:
         """Until ``check`` raises."""
+        from kvpool.transfer import TransferRefused
+
         try:
             while True:
                 check()
@@ -124,8 +143,8 @@ class _Worker:
                 self._let_go()
         finally:
             self._engine.close()
-            for job in self._jobs:
-                job.out.put(KvPoolError("the server is stopping"))
+            for job in [*self._jobs, *self._desk.close()]:
+                job.out.put(TransferRefused("UNAVAILABLE", "the server is stopping"))
                 job.ended.set()
 
     def _take_in(self) -> None:
