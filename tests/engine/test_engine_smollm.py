@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_support import Loaded, Run, compute, load, run_alone, run_together
+from engine_support import Loaded, Run, compute, run_alone, run_together
 
 from kvpool import BlockManager
 from kvpool.engine.generate import generate, prefill
+from kvpool.engine.linear import n_cores
 from kvpool.engine.paged import blocks_needed
 
 SYSTEM = "You are a careful assistant. Answer in one or two short sentences, in plain words."
@@ -74,11 +75,12 @@ def test_tokens_and_logits_are_those_of_each_request_alone(
         assert (pool.stats.evictions > 0) == small
 
 
-def test_one_thread_gives_the_bits_of_all(smollm: Loaded, asked, alone) -> None:
+def test_one_thread_gives_the_bits_of_all(smollm: Loaded, asked, alone, monkeypatch) -> None:
+    assert smollm.model.threads == n_cores()
+    monkeypatch.setattr(smollm.model, "threads", 1)  # loading it once more takes seconds
+    monkeypatch.setattr(smollm.model, "_attention_threads", None)
     with smollm.pool(20) as pool:
-        run = run_together(
-            smollm, BlockManager(pool), asked[:1], model=load(smollm.path, threads=1).model
-        )
+        run = run_together(smollm, BlockManager(pool), asked[:1])
     assert run.logits == alone.logits[:1]
 
 
