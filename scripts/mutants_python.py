@@ -34,6 +34,7 @@ TEST_FILES = (
     "test_pool_model.py",
     "test_attention.py",
     "test_paged_cache.py",
+    "test_slab.py",
 )
 SUITE_LIMIT_S = 120.0
 BUILD_LIMIT_S = 600.0
