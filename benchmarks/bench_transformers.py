@@ -2,7 +2,7 @@
 
     python benchmarks/bench_transformers.py [--threads 2]
 
-A random model of SmolLM2-135M's dimensions (30 layers, 3 KV heads of 64). Decode: ms a token behind
+A random model of SmolLM2-135M's layers (3 KV heads of 64) with a small vocabulary. Decode: ms a token behind
 a context, the two caches in turns, median of pairs. Prefix: seconds to the first token of a prompt
 whose first part is in the store, and of the same prompt on a DynamicCache.
 """
@@ -21,10 +21,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvpool.integrations.transformers import PagedStore
 
 
-def model_of_smollm() -> Any:
+def model_of_smollm(n_layers: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=n_layers,
         num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -46,14 +46,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    model = model_of_smollm()
+    model = model_of_smollm(args.layers)
     store = PagedStore(model, n_blocks=1200)
     print("rows  context  DynamicCache ms/token  PagedCache ms/token  ratio")
-    for n_rows, context in ((1, 128), (1, 1024), (1, 4096), (8, 512)):
-        ids = torch.randint(0, 49152, (n_rows, context))
+    for n_rows, context in ((1, 128), (1, 1024), (8, 256)):
+        ids = torch.randint(0, 4096, (n_rows, context))
         pairs = []
         for _ in range(args.pairs):
             theirs = decode(model, DynamicCache(), ids, args.steps)
@@ -64,8 +65,8 @@ def main() -> None:
         a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
         print(f"{n_rows:4}  {context:7}  {a:21.2f}  {b:19.2f}  {ratio:5.2f}")
 
-    prefix, whole = 1024, 1056
-    ids = torch.randint(0, 49152, (1, whole))
+    prefix, whole = 512, 544
+    ids = torch.randint(0, 4096, (1, whole))
     with store.open(ids[:, :prefix]) as cache:
         model(ids[:, :prefix], cache=cache, logits_to_keep=1)
     times: list[tuple[float, float]] = []
