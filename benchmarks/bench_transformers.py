@@ -2,9 +2,9 @@
 
     python benchmarks/bench_transformers.py [--threads 2]
 
-A random model of SmolLM2-135M's layers (3 KV heads of 64) with a small vocabulary. Decode: ms a token behind
-a context, the two caches in turns, median of pairs. Prefix: seconds to the first token of a prompt
-whose first part is in the store, and of the same prompt on a DynamicCache.
+A random model of SmolLM2-135M's layers (3 KV heads of 64) with a small vocabulary. Decode: ms a
+token behind a context, the two caches in turns, median of pairs. Prefix: seconds to the first token
+of a prompt whose first part is in the store, and of the same prompt on a DynamicCache.
 """
 
 from __future__ import annotations
