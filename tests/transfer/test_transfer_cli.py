@@ -90,7 +90,7 @@ def test_two_processes_answer_as_one_does(serve: Any) -> None:
     panes = (ROOT / "docs/figures/transfer-terminals.txt").read_text().split("====\n")
     prompts = re.findall(r'--prompt "([^"]+)"', panes[1])
     asked = [part for text in prompts for part in ("--prompt", text)]
-    seeded = [*asked, "--max-tokens=24", "--temperature=1.1", "--seed=3", "--top-k=40",
+    seeded = [*asked[2:], "--max-tokens=16", "--temperature=1.1", "--seed=3", "--top-k=40",
               "--top-p=0.95", "--json"]  # fmt: skip
 
     server = serve()

@@ -21,6 +21,7 @@ from kvpool.transfer import (  # noqa: E402
     ClientSettings,
 )
 from kvpool.transfer import kv_transfer_pb2 as pb  # noqa: E402
+from kvpool.transfer._chunk import decode_chunk  # noqa: E402
 from kvpool.transfer.sender import messages  # noqa: E402
 
 NINE = list(range(1, 10))
@@ -202,6 +203,38 @@ def test_a_second_not_found_is_final(
         client.push(prefill.prefill(NINE))
     assert receiver.stats.failed == 2
     assert client.stats.failed == 1
+
+
+def test_an_attempt_that_the_other_side_still_holds_is_released_and_repeated(
+    prefill: Side, decode: Side, receiver: KvReceiver, serve: Any, connect: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The connection went in the middle, and the server has not noticed when the next attempt
+    comes: the handle is in use, by ourselves. Somebody else's is left alone."""
+    import kvpool.transfer.client as client_module
+
+    left = []
+    real = client_module.Course.attempt
+
+    def attempt(self: Any, present: list[bool]) -> Any:
+        if not left:  # the first one gets through to one chunk, and then its connection is gone
+            left.append(receiver.begin())
+            sent = messages("a", self._seq, self.plan)
+            left[0].add(decode_chunk(next(sent)[0]))
+            raise TransferRefused("UNAVAILABLE", "cut")
+        return real(self, present)
+
+    monkeypatch.setattr(client_module.Course, "attempt", attempt)
+    client = connect(serve(receiver).address, settings=QUICK)
+    result = client.push(prefill.prefill(NINE), handle_id="a")
+    assert (result.blocks_sent, left[0].ended) == (3, "released")
+    with receiver.claim("a", NINE) as seq:
+        assert decode.holds(seq, NINE)
+    with receiver.begin() as theirs, prefill.prefill(NINE) as seq:
+        theirs.add(decode_chunk(next(messages("b", seq, Plan.of(seq)))[0]))
+        with pytest.raises(TransferRefused, match="ALREADY_EXISTS"):
+            client.push(seq.fork(), handle_id="b")
+        assert theirs.ended is None
 
 
 def test_no_server_is_unavailable_after_so_many_attempts(prefill: Side, connect: Any) -> None:

@@ -14,7 +14,7 @@ import grpc
 from .. import Sequence
 from . import handover_pb2 as handover_pb
 from . import kv_transfer_pb2 as pb
-from .client import UNCERTAIN, Attempt, Course, Tally, check_ack, check_present, refused
+from .client import Attempt, Course, Tally, check_ack, check_present, refused
 from .handover import Answer, Handover
 from .limits import KV_FORMAT, TransferRefused, TransferStats
 from .settings import HANDOVER, SERVICE, ClientSettings, ClientTls, PushResult, token_metadata
@@ -105,7 +105,7 @@ class AioKvClient:
                 await self._stream(attempt, handle_id, course.left_s())
             except TransferRefused as error:
                 pause = course.after(error)
-                if attempt is not None and error.code in UNCERTAIN:
+                if attempt is not None and course.is_uncertain:
                     with contextlib.suppress(TransferRefused):
                         await self.release(handle_id)
                 if pause is None:

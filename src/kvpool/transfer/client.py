@@ -117,6 +117,7 @@ class Course:
     ) -> None:
         self.plan = Plan.of(seq)
         self.present: list[bool] | None = None  # not asked yet
+        self.is_uncertain = False  # the other side may hold the handle: release it
         self._seq, self._handle_id = seq, handle_id
         self._settings, self._tally = settings, tally
         self._deadline = time.monotonic() + settings.push_timeout_s
@@ -140,10 +141,13 @@ class Course:
         if error.code == "NOT_FOUND" and not self._resent:
             self.present, self._resent = [], True  # a block has gone: all with their payloads
             return 0.0
+        # In use by an attempt of ours, which the other side has not given up yet?
+        ours = error.code == "ALREADY_EXISTS" and self._n_failed > 0
+        self.is_uncertain = error.code in UNCERTAIN or ours
         self._n_failed += 1
         pause = self._pause * random.uniform(0.8, 1.2)
         if (
-            error.code == "UNAVAILABLE"
+            (error.code == "UNAVAILABLE" or ours)
             and self._n_failed < self._settings.max_attempts
             and pause < self.left_s()
         ):
@@ -279,7 +283,7 @@ class KvClient:
                 self._stream(attempt, handle_id, course.left_s())
             except TransferRefused as error:
                 pause = course.after(error)
-                if attempt is not None and error.code in UNCERTAIN:
+                if attempt is not None and course.is_uncertain:
                     with contextlib.suppress(TransferRefused):  # then its time to live ends it
                         self.release(handle_id)
                 if pause is None:
