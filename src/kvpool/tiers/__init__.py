@@ -3,6 +3,7 @@
     record     Layout, Key      what is stored: one block, sealed with what it is of
     tier       Tier             the protocol of a store; MemoryTier, AsyncTier
     registry   open_tier        stores by URL: disk:/path?size=10GiB
+    disk       DiskTier         the embedded default: one preallocated file
     stack      TierStack        the tiers under a block manager: write-behind, lookups, promotion
     level      LevelStats       one of them, at arm's length
 

@@ -123,12 +123,14 @@ class TierStack:
         if self._pool is not None:
             raise Busy("the tiers have a block manager already, or had one")
         pool.block(0)  # K and V that are out of reach cannot be kept: the pool says so
-        self._pool, self._pid = pool, os.getpid()
         self.layout = Layout.of(pool, **self._options)
         size = self.layout.record_bytes
+        for tier in self._tiers:
+            tier.expect(size)
         limit = self._queue_bytes // size
         self._slots = Slots(size, limit * max(1, len(self._tiers)))
         self._chunk = max(1, _CHUNK_BYTES // size)
+        self._pool, self._pid = pool, os.getpid()
         names: list[str] = []
         for tier in self._tiers:
             n = names.count(tier.name)

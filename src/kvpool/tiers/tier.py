@@ -68,6 +68,10 @@ class Tier(ABC):
     name: str
     """How stats and metrics call it: the scheme, and what tells it from another of its kind."""
 
+    def expect(self, record_bytes: int) -> None:  # noqa: B027
+        """Told once, before anything else, how long the records will be. InvalidArgument where
+        such ones cannot be kept."""
+
     @abstractmethod
     def put(self, items: Sequence[tuple[Key, Buffer]]) -> list[bool]:
         """Keeps records; True for each that is held now."""
