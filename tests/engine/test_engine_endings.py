@@ -240,13 +240,16 @@ def test_a_sequence_that_was_handed_over_is_always_freed(tiny, manager_of) -> No
         return prefill(tiny.model, manager, prompt)[0]
 
     with Engine(tiny.model, manager) as engine:
+        refused = handed()  # a name for each: what is dropped gives its blocks back by itself
         with pytest.raises(PoolFull):
-            engine.add(Request(prompt, max_tokens=200, sequence=handed()))
-        assert manager.pool.stats.used == 0
-        engine.abort(engine.add(Request(prompt, max_tokens=5, sequence=handed())))
-        assert manager.pool.stats.used == 0
-        engine.add(Request(prompt, max_tokens=5, sequence=handed()))
-    assert manager.pool.stats.used == 0
+            engine.add(Request(prompt, max_tokens=200, sequence=refused))
+        assert refused.is_freed
+        aborted = handed()
+        engine.abort(engine.add(Request(prompt, max_tokens=5, sequence=aborted)))
+        assert aborted.is_freed
+        left = handed()
+        engine.add(Request(prompt, max_tokens=5, sequence=left))
+    assert left.is_freed
     kept = handed()
     with pytest.raises(InvalidArgument, match="its 10 computed tokens are not the first of the 9"):
         Request(prompt[:9], sequence=kept)
@@ -278,6 +281,16 @@ def test_handed_sequences_give_way_to_what_runs(tiny, manager_of) -> None:
             engine.run()
         assert (first.samples[0].finish, second.samples[0].finish) == ("length", "length")
         assert [second.samples[0].tokens] == run_alone(tiny, asked[1:]).tokens[0]
+
+
+def test_a_prefill_that_fails_frees_its_sequence(tiny, manager_of, monkeypatch) -> None:
+    manager = manager_of(20)
+    forward = exploding(type(tiny.model).forward.__get__(tiny.model), 1)
+    monkeypatch.setattr(tiny.model, "forward", forward)
+    with pytest.raises(Boom) as caught:
+        prefill(tiny.model, manager, numbers(40), max_step_tokens=16)
+    assert manager.pool.stats.used == 0  # while the traceback still holds the sequence
+    assert caught.traceback
 
 
 @pytest.mark.parametrize("prompt", [[], [5, 10_000], [-1]])

@@ -156,6 +156,14 @@ def test_nobody_is_admitted_in_a_pass_that_preempts(tiny, manager_of) -> None:
     assert not any(step.preempted and step.admitted for step in run.steps)
 
 
+def test_one_sample_comes_back_as_one_trunk(tiny, manager_of) -> None:
+    """All it had is looked up at once: of blocks that are still there nothing is computed again."""
+    asked = [{"prompt": numbers(8, i), "max_tokens": 12} for i in range(4)]
+    run = run_together(tiny, manager_of(9, 4), asked)
+    assert run.count("preempted") > 0
+    assert max(step.n_decode for step in run.steps) <= 4  # a row for each, never what it had
+
+
 def test_a_preempted_request_is_counted_once(tiny, manager_of) -> None:
     manager = manager_of(9, 4)
     run = run_together(
@@ -209,6 +217,23 @@ def test_drafts_stay_within_the_budget_of_a_pass(tiny, manager_of, monkeypatch) 
     rows = [step.n_decode for step in run.steps if step.n_decode - step.n_drafted == 3]
     assert max(rows) == 8
     assert rows.count(8) > 20
+
+
+def test_a_stop_token_among_right_guesses_ends_the_answer(tiny, manager_of, monkeypatch) -> None:
+    prompt = numbers(6, 8)
+    answer = generate(tiny.model, manager_of(20), prompt, max_tokens=20).samples[0].tokens
+
+    def oracle(self: PromptLookup, n: int) -> list[int]:
+        n_known = len(self) - len(prompt)
+        return answer[n_known : n_known + n]
+
+    monkeypatch.setattr(PromptLookup, "propose", oracle)
+    for stop in answer[2:]:
+        request = generate(
+            tiny.model, manager_of(20), prompt, max_tokens=20, stop_tokens=[stop], n_drafts=8
+        )
+        assert request.samples[0].tokens == answer[: answer.index(stop)]
+        assert request.samples[0].finish == "stop"
 
 
 def test_wrong_guesses_leave_nothing_behind(tiny, manager_of, monkeypatch) -> None:
@@ -276,6 +301,7 @@ def test_a_pool_of_exactly_blocks_needed_is_enough(tiny, manager_of) -> None:
     for n_prompt, n in ((16, 1), (17, 3), (31, 4)):
         options = {"n": n, "max_tokens": 9, "temperature": 2.0}
         needed = blocks_needed(n_prompt, 9, n, 4)
+        assert needed == {1: 6, 3: 4 + 3 * 3, 4: 7 + 4 * 3}[n]
         request = generate(tiny.model, manager_of(needed, 4), numbers(n_prompt), **options)
         assert request.n_preempted == 0
         with pytest.raises(PoolFull):
@@ -363,3 +389,23 @@ def test_a_lookup_knows_the_same_at_once_and_piece_by_piece() -> None:
         grown.extend([token])
     for n in range(6):
         assert whole.propose(n) == grown.propose(n)
+
+
+def test_a_lookup_finds_what_a_search_finds() -> None:
+    random = np.random.default_rng(2)
+    n_found = 0
+    for _ in range(200):
+        tokens = random.integers(0, 6, int(random.integers(1, 40))).tolist()
+        expected: list[int] = []
+        for size in (3, 2):
+            places = [
+                end
+                for end in range(size, len(tokens))
+                if tokens[end - size : end] == tokens[-size:]
+            ]
+            if places:
+                expected = tokens[places[-1] : places[-1] + 5]
+                break
+        assert PromptLookup(tokens).propose(5) == expected
+        n_found += bool(expected)
+    assert n_found > 50
