@@ -220,18 +220,18 @@ def test_drafts_stay_within_the_budget_of_a_pass(tiny, manager_of, monkeypatch) 
 
 
 def test_a_stop_token_among_right_guesses_ends_the_answer(tiny, manager_of, monkeypatch) -> None:
-    prompt = numbers(6, 8)
-    answer = generate(tiny.model, manager_of(20), prompt, max_tokens=20).samples[0].tokens
+    prompt, options = numbers(6, 8), {"max_tokens": 20, "temperature": 1.0, "seed": 3}
+    answer = generate(tiny.model, manager_of(20), prompt, **options).samples[0].tokens
+    assert len(set(answer)) > 10
 
     def oracle(self: PromptLookup, n: int) -> list[int]:
         n_known = len(self) - len(prompt)
         return answer[n_known : n_known + n]
 
     monkeypatch.setattr(PromptLookup, "propose", oracle)
-    for stop in answer[2:]:
-        request = generate(
-            tiny.model, manager_of(20), prompt, max_tokens=20, stop_tokens=[stop], n_drafts=8
-        )
+    for stop in answer:
+        options |= {"stop_tokens": [stop], "n_drafts": 8}
+        request = generate(tiny.model, manager_of(20), prompt, **options)
         assert request.samples[0].tokens == answer[: answer.index(stop)]
         assert request.samples[0].finish == "stop"
 
