@@ -10,6 +10,7 @@
 #   make bench-files   envelopes to and from a file, against cat
 #   make bench-attention   attention against memory, arithmetic, gather + PyTorch
 #   make bench-peers   the block manager against other engines', on a trace
+#   make bench-tiers-remote   a Valkey tier against a bare pipelined client
 #   make bench-replay  reading a trace, replaying it, every pool size at once
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
@@ -34,7 +35,7 @@ CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
 .PHONY: run test test-c test-py check bench bench-bytes bench-attention bench-files bench-peers \
-	bench-transfer bench-replay mutants \
+	bench-transfer bench-tiers-remote bench-replay mutants \
 	parity asan fuzz soak soak-transfer arch clean system-packages help
 
 help:
@@ -82,7 +83,7 @@ $(VENV)/dev: $(VENV)/tools pyproject.toml
 # Debian packages that widen what is tested: a second compiler with its fuzzer, instruction counts.
 # Without root or apt-get the tests that need them skip and say so.
 system-packages:
-	@sh scripts/system-packages.sh clang valgrind chromium
+	@sh scripts/system-packages.sh clang valgrind chromium redis-server
 
 # ---- the main job ----------------------------------------------------------------------------
 
@@ -209,6 +210,10 @@ TRACE ?= ../shared/traces/conversation.jsonl
 bench-peers: $(VENV)/tools
 	mkdir -p build/bench
 	$(BIN)/python benchmarks/bench_peers.py --trace $(TRACE) --json build/bench/peers.json
+
+bench-tiers-remote: $(VENV)/tools
+	mkdir -p build/bench
+	$(BIN)/python benchmarks/bench_tiers_remote.py --json build/bench/tiers-remote.json
 
 bench-replay: $(VENV)/tools
 	mkdir -p build/bench

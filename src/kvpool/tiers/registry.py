@@ -24,6 +24,10 @@ SCHEMES = MappingProxyType(
     {
         "disk": "disk",
         "memory": "registry",
+        "redis": "valkey",
+        "rediss": "valkey",
+        "valkey": "valkey",
+        "valkeys": "valkey",
     }
 )
 
