@@ -221,10 +221,12 @@ static uint32_t evict_oldest(tl_kv_pool *p) {
     /* In a large pool each victim's record, and the tags and the slot of its name in the index, are
      * far away. Three victims are on their way while this one is handled, each a step further. */
     if (p->cached.len > 2) {
-        const tl_list_node *next = p->cached.head.next;
+        const tl_list_node *next = p->cached.head.next; /* the list is a ring: there is no NULL */
+        const tl_list_node *then = next->next;
         tl_map_prefetch_slot(p->index, TL_CONTAINER_OF(next, const tl_kv_block, lru)->hash);
-        tl_map_prefetch_tags(p->index, TL_CONTAINER_OF(next->next, const tl_kv_block, lru)->hash);
-        TL_PREFETCH(next->next->next);
+        /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
+        tl_map_prefetch_tags(p->index, TL_CONTAINER_OF(then, const tl_kv_block, lru)->hash);
+        TL_PREFETCH(then->next);
     }
     (void)tl_map_del(p->index, b->hash);
     b->hash = 0;
