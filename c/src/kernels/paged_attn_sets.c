@@ -447,7 +447,7 @@ static void do_waves(const problem *pr, const cutting *c, tl_pool *tp, double sh
     w.slots = (float *)(void *)(scratch + used);
     w.slot_floats = (size_t)(c->kv_heads * c->rows * c->heads) * ((size_t)pr->D + 2);
     const size_t n_slots = (n_bytes - used) / (w.slot_floats * sizeof(float));
-    if (n_slots < 2 * tl_pool_threads(tp)) {
+    if (n_slots < (size_t)2 * tl_pool_threads(tp)) {
         share = INFINITY; /* too little: nothing is cut */
     }
     sum sums[SET_QUERIES];
