@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from kvpool import KvPoolError, __version__
 
-from . import config, diff, generate, inspect, push, replay, serve, size, trace, verify
+from . import config, diff, generate, inspect, push, replay, serve, size, tier, trace, verify
 
 __all__ = ["main"]
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, serve, push, replay, size, trace, inspect, verify, diff, config):
+    for module in (generate, serve, push, tier, replay, size, trace, inspect, verify, diff, config):
         module.add_command(commands)
     return parser
 

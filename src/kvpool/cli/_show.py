@@ -299,6 +299,16 @@ def _notes(run: Run) -> list[tuple[str, str]]:
             "each",
         ),
     ]
+    for tier in run.manager.tiers.stats() if run.manager.tiers is not None else ():
+        text = f"{tier.hits} blocks found ({size(tier.hit_bytes)}), {tier.stored} stored"
+        for name in ("dropped", "not_stored", "errors", "timeouts"):
+            if n := getattr(tier, name):
+                text += f", {n} {name.replace('_', ' ')}"
+        if tier.refused:
+            text += f", {sum(tier.refused.values())} refused"
+        if tier.last_error:
+            text += f"; {clean(tier.last_error)}"
+        notes.append((clean(tier.name), text))
     if args.draft:
         text = f"{total['accepted_tokens']} of {total['drafted_tokens']} guessed tokens were right"
         notes.append(("drafts", text))
@@ -386,4 +396,15 @@ def _document(run: Run, tokenizer: Tokenizer) -> dict[str, Any]:
             "evictions": stats.evictions,
         },
         "interrupted": run.interrupted,
+        **({"tiers": _tiers(run)} if args.tier else {}),
     }
+
+
+def _tiers(run: Run) -> list[dict[str, Any]]:
+    fields: list[str] = ["name", "hits", "hit_bytes", "misses", "stored", "not_stored", "dropped"]
+    fields += ["errors", "timeouts", "refused", "last_error"]
+    tiers = run.manager.tiers
+    return [
+        {field: getattr(stats, field) for field in fields}
+        for stats in (tiers.stats() if tiers is not None else ())
+    ]

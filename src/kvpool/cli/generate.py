@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import signal
 import sys
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # at run time these need the model extra: imported once a com
     from kvpool.engine.llama import Llama
     from kvpool.engine.request import Request
     from kvpool.engine.tokenizer import Tokenizer
+    from kvpool.tiers import TierStack
 
     from ._show import Show
 
@@ -98,6 +100,11 @@ def add_command(commands: Any) -> None:
         default="hash",
         help="reuse the blocks of prompts with the same beginning (default hash)",
     )
+    parser.add_argument(
+        "--tier", action="append", metavar="URL",
+        help="keep blocks that the pool evicts, also for later runs (disk:/path?size=10GiB); may "
+        "be repeated, the fastest first; changes no answer",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.set_defaults(run=run)
 
@@ -201,7 +208,8 @@ def run(args: argparse.Namespace) -> int:
         model, tokenizer, name, path = _load(args, show, check)
         requests = [_request(args, tokenizer, text) for text in texts]
         sizes = _size_pool(args, requests, model.config)
-        with _make_manager(args, model.config, *sizes) as manager, manager.pool:
+        tiers = _open_tiers(args.tier, path) if args.tier else None
+        with _make_manager(args, model.config, *sizes, tiers) as manager, manager.pool:
             from kvpool.engine.engine import Engine
 
             width = max(request.width for request in requests)
@@ -216,6 +224,8 @@ def run(args: argparse.Namespace) -> int:
                 prompts = [Prompt(*pair) for pair in zip(texts, requests, strict=True)]
                 state = Run(args, model, name, path, engine, prompts)
                 _answer(state, tokenizer, show, check)
+            if manager.tiers is not None:
+                manager.tiers.flush(30)
             show.summary(state, tokenizer)
     return 130 if state.interrupted else 0
 
@@ -372,7 +382,11 @@ def _size_pool(
 
 
 def _make_manager(
-    args: argparse.Namespace, cfg: LlamaConfig, n_blocks: int, watermark: int
+    args: argparse.Namespace,
+    cfg: LlamaConfig,
+    n_blocks: int,
+    watermark: int,
+    tiers: TierStack | None = None,
 ) -> BlockManager:
     try:
         pool = Pool(
@@ -382,10 +396,28 @@ def _make_manager(
             n_kv_heads=cfg.n_kv_heads,
             head_dim=cfg.head_dim,
         )
-        return BlockManager(pool, prefix_cache=args.prefix_cache, watermark=watermark)
-    except MemoryError as error:
+        return BlockManager(pool, prefix_cache=args.prefix_cache, watermark=watermark, tiers=tiers)
+    except BaseException as error:
+        if tiers is not None:
+            tiers.close()
+        if not isinstance(error, MemoryError):
+            raise
         size = n_blocks * args.block_tokens * cfg.kv_bytes_per_token
         raise KvPoolError(
             f"no memory for {n_blocks} blocks of {args.block_tokens} tokens ({size:,} bytes): "
             "lower --blocks or --block-tokens"
         ) from error
+
+
+def _open_tiers(urls: list[str], path: Path) -> TierStack:
+    """Tiers whose keys say what K and V are of: every byte of the model file, and this engine."""
+    from kvpool.tiers import TierStack
+
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    try:
+        return TierStack(urls, model=f"gguf {digest.hexdigest()}", revision="kvpool.engine 1")
+    except ImportError as error:
+        raise KvPoolError(f"--tier: {error}") from error

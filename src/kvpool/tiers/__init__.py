@@ -13,7 +13,7 @@ docs/tiers.md says which tier when.
 from __future__ import annotations
 
 from .level import Histogram, LevelStats
-from .record import Key, Layout, RecordRefused
+from .record import Key, Layout, RecordRefused, verify_record
 from .registry import SCHEMES, open_tier
 from .stack import TierStack, attach
 from .tier import AsyncTier, MemoryTier, Tier, TierStats
@@ -32,4 +32,5 @@ __all__ = [
     "TierStats",
     "attach",
     "open_tier",
+    "verify_record",
 ]

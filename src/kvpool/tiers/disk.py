@@ -112,6 +112,7 @@ class DiskTier(Tier):
             is not there.
         size_bytes: of the file. None: that of the file that is there, or 10 GiB.
         sync: ``"none"``, or ``"data"``: see the module.
+        create: make the file when it is not there.
 
     One process has it at a time. What was used last is noted when it is closed and now and then,
     so after a crash the order is that of some time before.
@@ -137,7 +138,14 @@ class DiskTier(Tier):
     (b'a record', 1)
     """
 
-    def __init__(self, path: Path, size_bytes: int | None = None, *, sync: str = "none") -> None:
+    def __init__(
+        self,
+        path: Path,
+        size_bytes: int | None = None,
+        *,
+        sync: str = "none",
+        create: bool = True,
+    ) -> None:
         if size_bytes is not None and size_bytes < _LEAST_BYTES:
             raise InvalidArgument(f"size: expected at least {_LEAST_BYTES}, found {size_bytes}")
         if sync not in ("none", "data"):
@@ -161,18 +169,18 @@ class DiskTier(Tier):
         _open_tiers.add(self)
         try:
             with _told(self.path):
-                self._open(size_bytes)
+                self._open(size_bytes, os.O_CREAT if create else 0)
         except BaseException:
             self._close_fd()
             raise
 
     # ---- opening ---------------------------------------------------------------------------------
 
-    def _open(self, size_bytes: int | None) -> None:
+    def _open(self, size_bytes: int | None, creating: int) -> None:
         flags = os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait
         self.is_read_only = False
         try:
-            self._fd = os.open(self.path, flags | os.O_RDWR | os.O_CREAT, 0o600)
+            self._fd = os.open(self.path, flags | os.O_RDWR | creating, 0o600)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
@@ -628,4 +636,4 @@ def open_url(url: SplitResult, options: Options) -> DiskTier:
     options.done()
     if not hasattr(os, "posix_fallocate"):
         raise Unsupported("disk: needs a POSIX system")
-    return DiskTier(path, size, sync=sync)
+    return DiskTier(path, size, sync=sync, create=options.create)

@@ -40,7 +40,7 @@ from kvpool.wire import EnvelopeHeader, Seal, token_digests
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["HEAD_BYTES", "Key", "Layout", "RecordRefused"]
+__all__ = ["HEAD_BYTES", "Key", "Layout", "RecordRefused", "verify_record"]
 
 HEAD_BYTES, SEAL_BYTES = 64, 80
 ENVELOPE_AT = HEAD_BYTES + SEAL_BYTES
@@ -235,35 +235,40 @@ class Layout:
         agree raises RecordRefused.
         """
         record = memoryview(data).cast("B")
-        envelope = record[ENVELOPE_AT:]
-        seal = check_record(record, key, self)
-        try:
-            header = EnvelopeHeader.check(envelope, self.shape)
-        except ShapeMismatch as error:
-            raise RecordRefused("shape", str(error)) from None
-        except CorruptEnvelope as error:
-            raise RecordRefused("envelope", str(error)) from None
-        if seal.envelope_crc32c != header.crc32c:
-            raise RecordRefused(
-                "seal",
-                f"the seal is of envelope {seal.envelope_crc32c:08x}, found {header.crc32c:08x}",
-            )
-        hash_, n_tokens = struct.unpack_from("<QI", envelope, 28) if header.n_blocks else (0, 0)
-        if (header.n_blocks, hash_, n_tokens) != (1, key.hash, self.block_tokens):
-            raise RecordRefused(
-                "hash",
-                f"expected 1 block named {key.hash:016x} of {self.block_tokens} tokens, found "
-                f"{header.n_blocks} named {hash_:016x} of {n_tokens}",
-            )
+        verify_record(record, key, self)
         payload = np.frombuffer(record, "<f2", self.block_bytes // 2, PAYLOAD_AT)
         return payload.reshape(self.n_layers, 2, self.n_kv_heads, self.block_tokens, self.head_dim)
 
 
-def check_record(record: memoryview, key: Key, layout: Layout | None = None) -> Seal:
-    """Head and seal of a record against its key: all that needs no look at K and V.
+def verify_record(data: Buffer, key: Key, layout: Layout | None = None) -> None:
+    """Holds a whole record to its key. Without a layout its shape and its tag cannot be checked.
 
-    Without a layout the tag cannot be checked. Raises RecordRefused.
+    Raises RecordRefused.
     """
+    record = memoryview(data).cast("B")
+    seal, envelope = check_record(record, key, layout), record[ENVELOPE_AT:]
+    try:
+        header = EnvelopeHeader.check(envelope, layout.shape if layout is not None else None)
+    except ShapeMismatch as error:
+        raise RecordRefused("shape", str(error)) from None
+    except CorruptEnvelope as error:
+        raise RecordRefused("envelope", str(error)) from None
+    if seal.envelope_crc32c != header.crc32c:
+        raise RecordRefused(
+            "seal",
+            f"the seal is of envelope {seal.envelope_crc32c:08x}, found {header.crc32c:08x}",
+        )
+    hash_, n_tokens = struct.unpack_from("<QI", envelope, 28) if header.n_blocks else (0, 0)
+    if (header.n_blocks, hash_, n_tokens) != (1, key.hash, header.block_tokens):
+        raise RecordRefused(
+            "hash",
+            f"expected 1 block named {key.hash:016x} of {header.block_tokens} tokens, found "
+            f"{header.n_blocks} named {hash_:016x} of {n_tokens}",
+        )
+
+
+def check_record(record: memoryview, key: Key, layout: Layout | None = None) -> Seal:
+    """Head and seal of a record against its key: all that needs no look at K and V."""
     if len(record) <= ENVELOPE_AT:
         raise RecordRefused("length", f"{len(record)} bytes, expected more than {ENVELOPE_AT}")
     magic, version, flags, layout_id, tag = _HEAD.unpack(record[: _HEAD.size])

@@ -45,8 +45,11 @@ class Options:
     >>> options.done()
     """
 
-    def __init__(self, scheme: str, values: dict[str, str]) -> None:
-        self._scheme, self._values, self._known = scheme, dict(values), []  # type: ignore[var-annotated]
+    def __init__(self, scheme: str, values: dict[str, str], *, create: bool = True) -> None:
+        self._scheme, self._values = scheme, dict(values)
+        self._known: list[str] = []
+        self.create = create
+        """Whether a store that is not there is made; the tools only look."""
 
     def text(self, name: str, default: str = "") -> str:
         """The option as it is."""
@@ -110,8 +113,8 @@ class Options:
             )
 
 
-def open_tier(url: str) -> Tier:
-    """The tier that a URL names.
+def open_tier(url: str, *, create: bool = True) -> Tier:
+    """The tier that a URL names; ``create`` False: only if it is there (disk).
 
     Raises InvalidArgument: an unknown scheme, a wrong option; ImportError: the scheme's client
     library is not installed, and what to install; and whatever opening the store raises.
@@ -132,7 +135,7 @@ def open_tier(url: str) -> Tier:
         raise InvalidArgument(f"tier: options are ?name=value&..., found {url!r}") from None
     if len(dict(pairs)) < len(pairs):
         raise InvalidArgument(f"tier: an option is there twice in {url!r}")
-    options = Options(split.scheme, dict(pairs))
+    options = Options(split.scheme, dict(pairs), create=create)
     module = importlib.import_module(f".{SCHEMES[split.scheme]}", __package__)
     tier: Tier = module.open_url(split, options)
     return tier
