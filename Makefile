@@ -12,6 +12,7 @@
 #   make bench-peers   the block manager against other engines', on a trace
 #   make bench-tiers-remote   a Valkey tier against a bare pipelined client
 #   make bench-replay  reading a trace, replaying it, every pool size at once
+#   make bench-tiers   the disk tier against a plain file, and against computing a prompt again
 #   make mutants  every planted bug must be caught
 #   make parity   every driver must write the golden envelopes
 #   make asan     the Python suite on a sanitized build
@@ -218,6 +219,9 @@ bench-tiers-remote: $(VENV)/tools
 bench-replay: $(VENV)/tools
 	mkdir -p build/bench
 	$(BIN)/python benchmarks/bench_replay.py --trace $(TRACE) --json build/bench/replay.json
+
+bench-tiers: $(VENV)/tools $(VENV)/smollm2
+	$(BIN)/python benchmarks/bench_tiers.py --json build/bench/tiers.json
 
 clean:
 	rm -rf build $(VENV)

@@ -21,6 +21,19 @@ and of transfers (``TransferCollector``):
     tl_kv_transfer_handles_total{result="claimed"|"released"|"expired"}
     tl_kv_transfer_handles{state="pushing"|"pending"}, tl_kv_transfer_held_blocks     gauges
 
+and with lower tiers, for each of them (label ``tier``):
+
+    tl_kv_tier_hits_total, ..._misses_total            counter  blocks found, and asked for in vain
+    tl_kv_tier_bytes_total{direction="read"|"written"} counter
+    tl_kv_tier_stored_total, ..._not_stored_total      counter  blocks it keeps, and does not
+    tl_kv_tier_dropped_total                           counter  blocks not offered: queue full, or
+                                                                the tier left alone
+    tl_kv_tier_refused_total{reason=...}               counter  records that were not what was asked
+                                                                for: damaged, mixed up, forged
+    tl_kv_tier_errors_total, ..._timeouts_total        counter  calls that raised, or were late
+    tl_kv_tier_seconds{call="get"|"put"}               histogram  of a batch
+    tl_kv_tier_queued_blocks, ..._healthy, ..._records gauge
+
 Nothing runs between scrapes: a collector reads the two ``stats`` when Prometheus asks, which takes
 microseconds whatever the size of the pool.
 
@@ -29,13 +42,19 @@ Needs the extra ``metrics``: ``pip install 'kvpool[metrics]'``.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 try:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
     from prometheus_client.registry import Collector
 except ImportError as error:  # pragma: no cover
     raise ImportError(
@@ -65,6 +84,15 @@ _COUNTERS = (
     ("collisions", "tl_engine_prefix_cache_collisions", "Forged block names met and refused"),
     ("copies", "tl_engine_kv_copies", "Blocks copied because they were shared or immutable"),
     ("refused", "tl_engine_kv_refused", "Allocations and appends refused for want of blocks"),
+)
+_TIER_COUNTERS = (
+    ("hits", "Blocks found in it"),
+    ("misses", "Blocks it was asked for and did not give"),
+    ("stored", "Blocks it was given and keeps"),
+    ("not_stored", "Blocks it was given and does not keep"),
+    ("dropped", "Blocks that were not offered to it"),
+    ("errors", "Calls that raised"),
+    ("timeouts", "Calls that were not waited for any longer"),
 )
 _GAUGES = (
     ("n_findable", "tl_engine_prefix_cache_findable_blocks", "Blocks in the prefix index"),
@@ -150,6 +178,9 @@ class KVCollector(Collector):
             except KvPoolError:  # closed
                 return
             yield from self._collect_manager(manager_stats)
+            tiers = getattr(self._manager, "tiers", None)
+            if tiers is not None:
+                yield from self._collect_tiers(tiers.stats())
 
     def _collect_manager(self, stats: Any) -> Iterator[Metric]:
         ratio = stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
@@ -162,6 +193,53 @@ class KVCollector(Collector):
             yield self._counter(name, text, getattr(stats, field))
         for field, name, text in _GAUGES:
             yield self._gauge(name, text, getattr(stats, field))
+
+    def _collect_tiers(self, tiers: Iterable[Any]) -> Iterator[Metric]:
+        """One family for each counter, a sample for each tier."""
+        tiers = list(tiers)
+        if not tiers:
+            return
+        names = [*self._names, "tier"]
+        counters = [
+            CounterMetricFamily(f"tl_kv_tier_{field}", text, labels=names)
+            for field, text in _TIER_COUNTERS
+        ]
+        moved = CounterMetricFamily(
+            "tl_kv_tier_bytes", "Bytes of records", labels=[*names, "direction"]
+        )
+        refused = CounterMetricFamily(
+            "tl_kv_tier_refused", "Records that were not what was asked for",
+            labels=[*names, "reason"],
+        )  # fmt: skip
+        seconds = HistogramMetricFamily(
+            "tl_kv_tier_seconds", "Time of a batch", labels=[*names, "call"]
+        )
+        gauges = [
+            GaugeMetricFamily(f"tl_kv_tier_{name}", text, labels=names)
+            for name, text in (
+                ("queued_blocks", "Blocks that wait to be written"),
+                ("healthy", "1, or 0 while it is left alone"),
+                ("records", "Records it holds"),
+            )
+        ]
+        for tier in tiers:
+            values = [*self._values, tier.name]
+            for family, (field, _) in zip(counters, _TIER_COUNTERS, strict=True):
+                family.add_metric(values, getattr(tier, field))
+            moved.add_metric([*values, "read"], tier.hit_bytes)
+            moved.add_metric([*values, "written"], tier.stored_bytes)
+            for reason, n in sorted(tier.refused.items()):
+                refused.add_metric([*values, reason], n)
+            for call, times in (("get", tier.get_seconds), ("put", tier.put_seconds)):
+                bounds = [*(str(bound) for bound in times.bounds), "+Inf"]
+                buckets = list(zip(bounds, itertools.accumulate(times.counts), strict=True))
+                seconds.add_metric([*values, call], buckets, times.total_s)
+            for gauge, value in zip(
+                gauges, (tier.queued, int(tier.is_healthy), tier.tier.n_records), strict=True
+            ):
+                if value is not None:
+                    gauge.add_metric(values, value)
+        yield from [*counters, moved, refused, seconds, *gauges]
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the registry then does not scrape in order to learn the names."""

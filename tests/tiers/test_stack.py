@@ -262,7 +262,7 @@ def test_records_of_another_model_or_fleet_are_not_found() -> None:
         {"model": "a", "secret": b"0123456789abcdef"},
         {"model": "a", "secret": b"another secret of it"},
     ):
-        with Engine(TierStack([shared], **options)) as engine:
+        with Engine(TierStack([shared], timeout_s=20, **options)) as engine:
             assert engine.answer(PROMPT) == 0
             engine.flush()
             engine.forget()
@@ -271,7 +271,7 @@ def test_records_of_another_model_or_fleet_are_not_found() -> None:
 
 def test_a_forged_record_of_who_knows_the_prompt_but_not_the_secret_is_refused() -> None:
     tier, secret = Faulty(), b"the fleet's own secret"
-    with Engine(TierStack([tier], secret=secret)) as engine:
+    with Engine(TierStack([tier], secret=secret, timeout_s=20)) as engine:
         engine.answer(PROMPT)
         engine.flush()
         engine.forget()

@@ -35,6 +35,7 @@ class Engine:
     def __init__(self, tiers: Any, n_blocks: int = 16, **options: Any) -> None:
         self.pool = kvpool.Pool(n_blocks, B, n_layers=2, n_kv_heads=1, head_dim=2)
         if not isinstance(tiers, TierStack):
+            options.setdefault("timeout_s", 20)  # the machine may be busy
             tiers = TierStack(tiers, model="test", **options)
         self.manager = kvpool.BlockManager(self.pool, tiers=tiers)
         self.tiers = tiers

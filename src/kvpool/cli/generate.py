@@ -418,6 +418,8 @@ def _open_tiers(urls: list[str], path: Path) -> TierStack:
         while data := file.read(1 << 20):
             digest.update(data)
     try:
-        return TierStack(urls, model=f"gguf {digest.hexdigest()}", revision="kvpool.engine 1")
+        return TierStack(
+            urls, model=f"gguf {digest.hexdigest()}", revision="kvpool.engine 1", timeout_s=10.0
+        )
     except ImportError as error:
         raise KvPoolError(f"--tier: {error}") from error
