@@ -84,7 +84,7 @@ $(VENV)/dev: $(VENV)/tools pyproject.toml
 # Debian packages that widen what is tested: a second compiler with its fuzzer, instruction counts.
 # Without root or apt-get the tests that need them skip and say so.
 system-packages:
-	@sh scripts/system-packages.sh clang valgrind chromium redis-server
+	@sh scripts/system-packages.sh clang valgrind chromium redis-server libibverbs1 iproute2
 
 # ---- the main job ----------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ SCHEMES = MappingProxyType(
     {
         "disk": "disk",
         "memory": "registry",
+        "mooncake": "mooncake",
         "redis": "valkey",
         "rediss": "valkey",
         "valkey": "valkey",
