@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import os
 import re
@@ -18,16 +21,23 @@ import pytest
 
 pytest.importorskip("grpc", reason="needs kvpool[transfer]")
 pytest.importorskip("gguf", reason="needs kvpool[model]")
+from kvpool.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/engine"))
 ENV = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def run(*args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvpool", *args], capture_output=True, text=True, timeout=timeout,
-        check=False, env=ENV,
-    )  # fmt: skip
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    """A command in this process, which is the prefill side; the decode side is another one."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in "oe")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(args)
+        except SystemExit as end:  # argparse
+            code = end.code  # type: ignore[assignment]
+    texts = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(args, code, *texts)
 
 
 class Server:
@@ -78,10 +88,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-def test_two_processes_answer_as_one_does(serve: Any) -> None:
+def test_two_processes_answer_as_one_does(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2, greedy and seeded: what the decode side prints, what comes back to the prefill side
-    and what ``kvpool generate`` says are the same. And the README's picture is what they print."""
+    and what ``kvpool generate`` says are the same. And the README's picture is what they print.
+
+    The two processes load the model once each, which is most of the time that this takes."""
+    from kvpool.cli import _transfer, generate
     from kvpool.engine.gguf_file import default_model_path
+
+    real, loaded = generate._load, []
+
+    def load(*args: Any) -> Any:
+        if not loaded:
+            loaded.append(real(*args))
+        return loaded[0]
+
+    for module in (generate, _transfer):
+        monkeypatch.setattr(module, "_load", load)
 
     try:
         default_model_path()
@@ -156,15 +179,61 @@ def test_sides_that_do_not_fit_are_told_so(serve: Any, tiny: Any) -> None:
     push = ["push", "--to", server.address, "--prompt", "one", "--max-tokens=3", "--model"]
     assert "FAILED_PRECONDITION: the blocks are of model" in one_line(run(*push, other))
     assert "DATA_LOSS" in one_line(run(*push, model, "--block-tokens", "8"))
+    tokens_that_are_none(server, model)
     assert run(*push, model).returncode == 0
     assert server.stop(signal.SIGINT) == 130
     assert "UNAVAILABLE" in one_line(run(*push, model))
 
 
+def tokens_that_are_none(server: Server, model: str) -> None:
+    """A request with tokens that the model has not got is refused; the server goes on."""
+    import kvpool
+    from kvpool.engine.gguf_file import ModelFile
+    from kvpool.transfer import Handover, KvClient, TransferRefused
+
+    [name] = re.findall(r"serving (.+) on ", server.err.read_text())
+    digest = hashlib.blake2b(Path(model).read_bytes(), digest_size=16).digest()
+    root = kvpool.namespace(model=name, revision=digest)
+    cfg = ModelFile(model).config
+    pool = kvpool.Pool(4, block_tokens=16, n_layers=cfg.n_layers, n_kv_heads=cfg.n_kv_heads,
+                       head_dim=cfg.head_dim)  # fmt: skip
+    manager = kvpool.BlockManager(pool)
+    last = 2**32 - 1
+    with KvClient(server.address) as client:
+        for tokens, picked in (([1, 2], [last]), ([1, last], [3]), ([1, cfg.vocab_size], [3])):
+            for max_tokens in (1, 5):  # with 1 nothing is left to generate
+                seq = manager.allocate(tokens, namespace=root)
+                seq.commit()
+                handle = client.push(seq).handle_id
+                request = Handover(handle, tokens, root, picked, max_tokens)
+                with pytest.raises(TransferRefused) as caught:
+                    list(client.hand_over(request))
+                assert caught.value.code == "INVALID_ARGUMENT"
+                assert "the model has 0 to" in caught.value.details
+
+
+def test_an_answer_with_tokens_that_are_none_is_told(tiny: Any) -> None:
+    """The other side may be anything that speaks the protocol."""
+    import kvpool
+    from kvpool.engine.gguf_file import ModelFile
+    from kvpool.transfer import KvReceiver, KvServer
+    from kvpool.transfer.handover import Answer
+
+    model = tiny("none")
+    cfg = ModelFile(model).config
+    pool = kvpool.Pool(16, block_tokens=16, n_layers=cfg.n_layers, n_kv_heads=cfg.n_kv_heads,
+                       head_dim=cfg.head_dim)  # fmt: skip
+    receiver = KvReceiver(kvpool.BlockManager(pool))
+    with KvServer(receiver, handover=lambda *_: iter([Answer([cfg.vocab_size], "stop")])) as server:
+        done = run("push", "--to", server.address, "--model", model, "--prompt", "one")
+    assert f"the answer has a token {cfg.vocab_size}" in one_line(done)
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["serve", "--listen", "0.0.0.0:0"], "can be reached from elsewhere"),
+        (["serve", "--listen", "0.0.0.0:0"], "or allow anybody to push with insecure=True (--inse"),
+        (["serve", "--listen", "localhost"], "expected HOST:PORT"),
         (["serve", "--tls-cert", "x"], "--tls-cert and --tls-key go together"),
         (["serve", "--tls-client-ca", "x"], "goes with --tls-cert"),
         (["serve", "--token-file", "no-such"], "--token-file no-such"),

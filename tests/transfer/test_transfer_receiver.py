@@ -293,7 +293,7 @@ def test_a_release_ends_a_push_in_flight(prefill: Side, decode: Side, receiver: 
             push.add(first)
             assert receiver.release("a")
             assert told.is_set()
-            refused("FAILED_PRECONDITION", lambda: push.add(second), "released")
+            refused("CANCELLED", lambda: push.add(second), "released")
 
 
 def test_nobody_claims_after_the_time_to_live(
@@ -508,7 +508,7 @@ def test_a_closed_receiver_takes_nothing(prefill: Side, decode: Side, receiver: 
         assert decode.pool.stats.used == 0
         refused("UNAVAILABLE", receiver.begin, "closed")
         chunk = Chunk("b", 1, 0, 1, 1, b"", 0)
-        refused("FAILED_PRECONDITION", lambda: push.add(chunk), "cleared")
+        refused("CANCELLED", lambda: push.add(chunk), "cleared")
     with pytest.raises(kvpool.NotFound):
         receiver.claim("a", NINE)
 

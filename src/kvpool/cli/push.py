@@ -195,6 +195,9 @@ class _Side:
         stream, tokens, finish = TokenStream(self._tokenizer), [], ""
         for part in self._client.hand_over(request):
             self._check()
+            for token in part.tokens:
+                if token >= self._model.config.vocab_size:
+                    raise KvPoolError(f"{self._args.to}: the answer has a token {token}")
             tokens += part.tokens
             finish = part.finish or finish
             self._write("".join(stream.feed(token) for token in part.tokens))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from kvpool import BlockManager, KvPoolError, PoolFull, Sequence
+from kvpool import BlockManager, InvalidArgument, KvPoolError, PoolFull, Sequence
 
 from ._transfer import add_model_options, load, needs_grpc, read_file, read_token
 from .generate import _AUTO_POOL_BYTES, _at_least, _make_manager, _patient_interrupts, _temperature
@@ -76,11 +76,11 @@ class _Job:
 class _Desk:
     """Where the server's threads leave jobs for the one thread that has the engine."""
 
-    def __init__(self, root: int, model_name: str) -> None:
+    def __init__(self, root: int, model_name: str, vocab_size: int) -> None:
         self.inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._root, self._model_name = root, model_name
+        self._root, self._model_name, self._vocab_size = root, model_name, vocab_size
 
     def generate(self, handover: Handover, sequence: Sequence) -> Iterator[Answer]:
         """For the server: the answer, as the engine makes it."""
@@ -92,6 +92,11 @@ class _Desk:
                 f"the blocks are of model {handover.namespace:016x}, this side runs "
                 f"{self._model_name!r}, {self._root:016x}",
             )
+        for token in (*handover.tokens, *handover.picked):
+            if token >= self._vocab_size:
+                raise InvalidArgument(
+                    f"Continue: token {token}, the model has 0 to {self._vocab_size - 1}"
+                )
         job = _Job(handover, sequence)
         with self._lock:
             if self._closed:
@@ -189,7 +194,7 @@ class _Worker:
                 n_drawn=found.draws,
             )
             self._engine.add(job.request)
-        except (KvPoolError, MemoryError) as error:
+        except Exception as error:  # whatever a request is, the others go on
             job.out.put(error)
             self._end(job)
 
@@ -282,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(receiver.close)
         if args.metrics is not None:
             stack.callback(_serve_metrics(args.metrics, manager, receiver))
-        desk = _Desk(root, name)
+        desk = _Desk(root, name, model.config.vocab_size)
         server = KvServer(
             receiver,
             args.listen,

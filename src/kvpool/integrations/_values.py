@@ -98,7 +98,10 @@ class Values:
 
     def _writing(self) -> AbstractContextManager[object]:
         self._check_in_place()  # and a tensor made in inference mode is only written in it
-        return torch.inference_mode() if self.slab.is_inference() else torch.no_grad()
+        mode: AbstractContextManager[object] = (
+            torch.inference_mode() if self.slab.is_inference() else torch.no_grad()
+        )
+        return mode
 
     def _check_in_place(self) -> None:
         """The tensor is its owner's, who may have resized it: then the ids mean nothing."""

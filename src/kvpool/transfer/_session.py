@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import crc32c
 from ..errors import CorruptEnvelope, InvalidArgument, PoolFull, ShapeMismatch
 from ._chunk import ENVELOPE_CRC, Chunk
-from .limits import KV_FORMAT, MAX_PAYLOAD_BYTES, Ack, TransferRefused
+from .limits import KV_FORMAT, MAX_PAYLOAD_BYTES, Ack, TransferRefused, handle_fault, shown
 
 if TYPE_CHECKING:
     from .receiver import KvReceiver
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["Push", "note"]
 
 _log = logging.getLogger("kvpool.transfer")
-_MAX_HANDLE_CHARS = 128
 _ONE_BLOCK = (1).to_bytes(4, "little")
 
 
@@ -50,6 +49,7 @@ class Push:
         self._seen: set[int] = set()
         self._total = 0
         self._ended: str | None = None
+        self._code = "FAILED_PRECONDITION"  # of one chunk more
 
     def add(self, chunk: Chunk) -> Ack | None:
         """Takes the next chunk; the ack when it was the last one.
@@ -60,7 +60,7 @@ class Push:
         """
         with self._lock:
             if self._ended is not None:
-                raise TransferRefused("FAILED_PRECONDITION", f"the push has ended: {self._ended}")
+                raise TransferRefused(self._code, f"the push has ended: {self._ended}")
             try:
                 self._take(chunk)
             except BaseException as error:
@@ -75,9 +75,15 @@ class Push:
             return ack
 
     def abort(self, reason: str) -> bool:
-        """Gives back what it took; False, and nothing, when it is complete or has ended."""
+        """Gives back what it took; False, and nothing, when it is complete or has ended.
+
+        A chunk that comes all the same is CANCELLED.
+        """
         with self._lock:
-            return self._end(reason)
+            ended = self._end(reason)
+            if ended:
+                self._code = "CANCELLED"
+            return ended
 
     @property
     def ended(self) -> str | None:
@@ -115,7 +121,8 @@ class Push:
         ):
             if found != expected:
                 raise TransferRefused(
-                    "INVALID_ARGUMENT", f"chunk {index}: {field} {found!r}, expected {expected!r}"
+                    "INVALID_ARGUMENT",
+                    f"chunk {index}: {field} {shown(found)}, expected {shown(expected)}",
                 )
         if chunk.block_hash in self._seen:
             raise TransferRefused(
@@ -139,12 +146,8 @@ class Push:
 
     def _open(self, chunk: Chunk) -> None:
         handle, total = chunk.handle_id, chunk.n_blocks_total
-        if not 1 <= len(handle) <= _MAX_HANDLE_CHARS or not handle.isprintable():
-            raise TransferRefused(
-                "INVALID_ARGUMENT",
-                f"handle_id: expected 1 to {_MAX_HANDLE_CHARS} printable characters, "
-                f"found {len(handle)}: {handle[:_MAX_HANDLE_CHARS]!r}",
-            )
+        if (fault := handle_fault(handle)) is not None:
+            raise TransferRefused("INVALID_ARGUMENT", fault)
         if total == 0:
             raise TransferRefused("INVALID_ARGUMENT", "n_blocks_total 0: a push has a block")
         limit = min(self._receiver.limits.max_blocks, self._receiver.manager.pool.n_blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -14,7 +13,17 @@ import grpc
 from .. import Sequence
 from . import handover_pb2 as handover_pb
 from . import kv_transfer_pb2 as pb
-from .client import Attempt, Course, Tally, check_ack, check_present, refused
+from .client import (
+    Attempt,
+    Course,
+    Tally,
+    check_ack,
+    check_handle,
+    check_names,
+    check_present,
+    handover_message,
+    refused,
+)
 from .handover import Answer, Handover
 from .limits import KV_FORMAT, TransferRefused, TransferStats
 from .settings import HANDOVER, SERVICE, ClientSettings, ClientTls, PushResult, token_metadata
@@ -70,7 +79,7 @@ class AioKvClient:
 
     async def has_blocks(self, hashes: Iterable[int]) -> list[bool]:
         """See ``KvClient.has_blocks``."""
-        return await self._ask([int(name) for name in hashes], self.settings.rpc_timeout_s)
+        return await self._ask(check_names(hashes), self.settings.rpc_timeout_s)
 
     async def _ask(self, names: list[int], left_s: float) -> list[bool]:
         if not names:
@@ -80,6 +89,7 @@ class AioKvClient:
 
     async def release(self, handle_id: str) -> None:
         """See ``KvClient.release``."""
+        check_handle(handle_id)
         await self._call(self._release, pb.ReleaseRequest(handle_id=handle_id))
 
     async def push(
@@ -88,7 +98,7 @@ class AioKvClient:
         """See ``KvClient.push``."""
         try:
             with seq.fork() as held:
-                return await self._push_sequence(held, handle_id or uuid.uuid4().hex)
+                return await self._push_sequence(held, check_handle(handle_id))
         finally:
             if not keep and not seq.is_freed:
                 seq.free()
@@ -111,6 +121,11 @@ class AioKvClient:
                 if pause is None:
                     raise
                 await asyncio.sleep(pause)
+            except BaseException:  # cancelled, or a block could not be read
+                if attempt is not None:  # its last chunk may have been taken
+                    with contextlib.suppress(TransferRefused):
+                        await self.release(handle_id)
+                raise
             else:
                 return course.result(attempt)
 
@@ -122,7 +137,7 @@ class AioKvClient:
         try:
             ack = await self._push(taken(), timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise refused(error) from error
+            raise attempt.failure(error) from error
         finally:
             attempt.stop()
         check_ack(ack, handle_id, attempt.n_sent, attempt.n_deduped)
@@ -131,7 +146,7 @@ class AioKvClient:
         self, request: Handover, timeout_s: float | None = None
     ) -> AsyncIterator[Answer]:
         """See ``KvClient.hand_over``."""
-        call = self._continue(request.to_message(), timeout=timeout_s, metadata=self._metadata)
+        call = self._continue(handover_message(request), timeout=timeout_s, metadata=self._metadata)
         try:
             async for reply in call:
                 yield Answer(list(reply.tokens), reply.finish)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from ..errors import KvPoolError
 from . import handover_pb2 as handover_pb
@@ -16,7 +16,7 @@ from . import kv_transfer_pb2 as pb
 from .handover import Answer, Handover
 from .limits import TransferRefused
 from .receiver import KvReceiver
-from .server import ack_message, has_blocks, status_of, take_chunk
+from .server import CHECK_S, MAX_CHECKS, ack_message, has_blocks, parse, status_of, take_chunk
 from .settings import (
     HANDOVER,
     HEALTH,
@@ -80,6 +80,7 @@ class AioKvServer:
         self._tls, self._token, self._handover = tls, token, handover
         self._server: Any = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._n_checks = 0
 
     async def start(self) -> None:
         """Listens; ``.address`` has the port from now on.
@@ -94,7 +95,6 @@ class AioKvServer:
             maximum_concurrent_rpcs=n_calls,
         )
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers(self._handlers())
         try:
             port = (
@@ -103,9 +103,9 @@ class AioKvServer:
                 else self._server.add_secure_port(self.address, self._tls.credentials())
             )
         except RuntimeError as error:
-            raise cannot_listen(self.address, error) from error
+            raise cannot_listen(self.address, self._tls) from error
         if port == 0:
-            raise cannot_listen(self.address)
+            raise cannot_listen(self.address, self._tls)
         self.address = bound_address(self.address, port)
         await self._server.start()
         await self._set_serving(True)
@@ -120,36 +120,73 @@ class AioKvServer:
             )
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        transfer: dict[str, Any] = {
-            "HasBlocks": grpc.unary_unary_rpc_method_handler(
-                self._has_blocks,
-                pb.HasBlocksRequest.FromString,
-                pb.HasBlocksResponse.SerializeToString,
-            ),
-            "PushKv": grpc.stream_unary_rpc_method_handler(
-                self._push, None, pb.KvAck.SerializeToString
-            ),
-            "Release": grpc.unary_unary_rpc_method_handler(
-                self._release, pb.ReleaseRequest.FromString, pb.ReleaseResponse.SerializeToString
-            ),
+        services: dict[str, dict[str, Any]] = {  # all streams: see KvServer
+            SERVICE: {
+                "HasBlocks": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._has_blocks), None, pb.HasBlocksResponse.SerializeToString
+                ),
+                "PushKv": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._push), None, pb.KvAck.SerializeToString
+                ),
+                "Release": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._release), None, pb.ReleaseResponse.SerializeToString
+                ),
+            },
+            HEALTH: {
+                "Check": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._check),
+                    None,
+                    health_pb2.HealthCheckResponse.SerializeToString,
+                ),
+                "Watch": grpc.unary_stream_rpc_method_handler(
+                    self._health.Watch,
+                    health_pb2.HealthCheckRequest.FromString,
+                    health_pb2.HealthCheckResponse.SerializeToString,
+                ),
+            },
         }
-        found = [grpc.method_handlers_generic_handler(SERVICE, transfer)]
         if self._handover is not None:
-            method = grpc.unary_stream_rpc_method_handler(
-                self._continue,
-                handover_pb.ContinueRequest.FromString,
-                handover_pb.ContinueReply.SerializeToString,
-            )
-            found.append(grpc.method_handlers_generic_handler(HANDOVER, {"Continue": method}))
-        return tuple(found)
+            services[HANDOVER] = {
+                "Continue": grpc.stream_stream_rpc_method_handler(
+                    self._continue, None, handover_pb.ContinueReply.SerializeToString
+                )
+            }
+        return tuple(grpc.method_handlers_generic_handler(*item) for item in services.items())
 
-    async def _has_blocks(self, request: pb.HasBlocksRequest, context: Any) -> Any:
+    @staticmethod
+    def _answer(behavior: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Any]:
+        async def answer(_: Any, context: Any) -> Any:
+            try:
+                return await behavior(context)
+            except (KvPoolError, MemoryError) as error:
+                await context.abort(*status_of(error))
+
+        return answer
+
+    @staticmethod
+    async def _message(kind: Any, context: Any, for_s: float) -> Any:
         try:
-            return has_blocks(self.receiver, request)
-        except KvPoolError as error:
-            await context.abort(*status_of(error))
+            data = await asyncio.wait_for(context.read(), for_s)
+        except asyncio.TimeoutError:
+            raise TransferRefused("CANCELLED", f"no message for {for_s:g} s") from None
+        return parse(kind, None if data is _END else data)
 
-    async def _push(self, requests: Any, context: Any) -> Any:
+    async def _check(self, context: Any) -> Any:
+        if self._n_checks >= MAX_CHECKS:
+            raise TransferRefused("RESOURCE_EXHAUSTED", f"{MAX_CHECKS} health checks: the limit")
+        self._n_checks += 1
+        try:
+            request = await self._message(health_pb2.HealthCheckRequest, context, CHECK_S)
+            return await self._health.Check(request, context)
+        finally:
+            self._n_checks -= 1
+
+    async def _has_blocks(self, context: Any) -> Any:
+        idle_s = self.receiver.limits.idle_s
+        request = await self._message(pb.HasBlocksRequest, context, idle_s)
+        return has_blocks(self.receiver, request)
+
+    async def _push(self, context: Any) -> Any:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         told = False
@@ -159,34 +196,36 @@ class AioKvServer:
             told = True
             loop.call_soon_threadsafe(task.cancel)
 
-        try:
-            with self.receiver.begin(on_abort) as push:
-                try:
-                    while (data := await context.read()) is not _END:
-                        ack = take_chunk(push, data)
-                        if ack is not None:
-                            return ack_message(ack)
-                except asyncio.CancelledError:
-                    if not told:
-                        raise  # the caller has gone
-                    raise TransferRefused(
-                        "CANCELLED", f"the push has ended: {push.ended}"
-                    ) from None
-            raise TransferRefused("INVALID_ARGUMENT", "the stream ended before the last block")
-        except (KvPoolError, MemoryError) as error:
-            await context.abort(*status_of(error))
+        with self.receiver.begin(on_abort) as push:
+            try:
+                while (data := await context.read()) is not _END:
+                    ack = take_chunk(push, data)
+                    if ack is not None:
+                        return ack_message(ack)
+            except asyncio.CancelledError:
+                if not told:
+                    raise  # the caller has gone
+                raise TransferRefused("CANCELLED", f"the push has ended: {push.ended}") from None
+        raise TransferRefused("INVALID_ARGUMENT", "the stream ended before the last block")
 
-    async def _release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        self.receiver.release(request.handle_id)
+    async def _release(self, context: Any) -> pb.ReleaseResponse:
+        idle_s = self.receiver.limits.idle_s
+        self.receiver.release((await self._message(pb.ReleaseRequest, context, idle_s)).handle_id)
         return pb.ReleaseResponse()
 
-    async def _continue(self, request: handover_pb.ContinueRequest, context: Any) -> Any:
+    async def _continue(self, _: Any, context: Any) -> Any:
         assert self._handover is not None
+        idle_s = self.receiver.limits.idle_s
         try:
+            request = await self._message(handover_pb.ContinueRequest, context, idle_s)
             handover = Handover.of(request)
             sequence = self.receiver.claim(handover.handle_id, handover.tokens, handover.namespace)
-            with sequence:
-                async for answer in self._handover(handover, sequence):
+            async with contextlib.AsyncExitStack() as stack:
+                stack.enter_context(sequence)
+                answers = self._handover(handover, sequence)
+                if hasattr(answers, "aclose"):  # as in KvServer
+                    stack.push_async_callback(answers.aclose)
+                async for answer in answers:
                     yield handover_pb.ContinueReply(tokens=answer.tokens, finish=answer.finish)
         except (KvPoolError, MemoryError) as error:
             await context.abort(*status_of(error))
@@ -195,7 +234,10 @@ class AioKvServer:
         limits = self.receiver.limits
         while True:
             await asyncio.sleep(min(1.0, limits.ttl_s / 4, limits.idle_s / 4))
-            self.receiver.expire()
+            try:
+                self.receiver.expire()
+            except Exception:  # as in KvServer
+                log.exception("what has waited too long could not be ended")
 
     async def close(self, grace_s: float | None = None) -> None:
         """Takes no new call, and ends those there are after ``grace_s`` seconds, or now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import random
 import threading
 import time
@@ -14,11 +15,11 @@ from typing import Any
 import grpc
 
 from .. import Sequence
-from ..errors import InvalidArgument
+from ..errors import ArgumentTypeError, InvalidArgument
 from . import handover_pb2 as handover_pb
 from . import kv_transfer_pb2 as pb
 from .handover import Answer, Handover
-from .limits import KV_FORMAT, TransferRefused, TransferStats
+from .limits import KV_FORMAT, TransferRefused, TransferStats, handle_fault
 from .sender import Plan, messages
 from .settings import HANDOVER, SERVICE, ClientSettings, ClientTls, PushResult, token_metadata
 
@@ -38,6 +39,40 @@ def check_ack(ack: pb.KvAck, handle_id: str, n_sent: int, n_deduped: int) -> Non
         raise TransferRefused(
             "INTERNAL", f"the ack says {found}, expected {(handle_id, n_sent, n_deduped)}"
         )
+
+
+def check_names(hashes: Iterable[int]) -> list[int]:
+    """Names as a list of integers that fit into the message."""
+    names = []
+    for i, name in enumerate(hashes):
+        try:
+            names.append(operator.index(name))
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"hashes[{i}]: expected an integer, found {type(name).__name__}"
+            ) from error
+        if not 0 <= names[-1] < 2**64:
+            raise InvalidArgument(
+                f"hashes[{i}]: expected an integer from 0 to {2**64 - 1}, found {name}"
+            )
+    return names
+
+
+def check_handle(handle_id: str | None) -> str:
+    """A handle that can be sent; a new one for None."""
+    if handle_id is None:
+        return uuid.uuid4().hex
+    if (fault := handle_fault(handle_id)) is not None:
+        raise InvalidArgument(fault)
+    return handle_id
+
+
+def handover_message(request: Handover) -> handover_pb.ContinueRequest:
+    """InvalidArgument for what the message has no room for."""
+    try:
+        return request.to_message()
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"Handover: {error}") from error
 
 
 class Tally:
@@ -62,7 +97,8 @@ class Attempt:
     """One stream of a push: its messages, counted as gRPC takes them.
 
     gRPC takes them in a thread of its own, which may still ask for one after the call has failed;
-    ``stop`` keeps it away from the sequence.
+    ``stop`` keeps it away from the sequence. Of an exception there gRPC tells only that there was
+    one: it is kept, and the stream ends before its last block, which the other side refuses.
     """
 
     def __init__(
@@ -73,6 +109,7 @@ class Attempt:
         self._tally = tally
         self._lock = threading.Lock()
         self._stopped = False
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -81,7 +118,13 @@ class Attempt:
         with self._lock:
             if self._stopped:
                 raise StopIteration
-            data, n_bytes = next(self._messages)
+            try:
+                data, n_bytes = next(self._messages)
+            except StopIteration:
+                raise
+            except Exception as error:
+                self._stopped, self._error = True, error
+                raise StopIteration from None
         self.n_bytes += n_bytes
         if n_bytes:
             self.n_sent += 1
@@ -93,6 +136,13 @@ class Attempt:
     def stop(self) -> None:
         with self._lock:
             self._stopped = True
+
+    def failure(self, error: grpc.RpcError) -> Exception:
+        """Why its call failed: what happened here, or what the other side says."""
+        if self._error is None:
+            return refused(error)
+        self._tally.add(failed=1)
+        return self._error
 
 
 #: After these a push may be held by the other side, although this one has no ack.
@@ -226,8 +276,9 @@ class KvClient:
 
         Raises:
             TransferRefused: the call failed, or the answer has another length.
+            InvalidArgument: a name is no integer of 64 bits.
         """
-        return self._ask([int(name) for name in hashes], self.settings.rpc_timeout_s)
+        return self._ask(check_names(hashes), self.settings.rpc_timeout_s)
 
     def _ask(self, names: list[int], left_s: float) -> list[bool]:
         if not names:
@@ -240,7 +291,9 @@ class KvClient:
 
         Raises:
             TransferRefused: the call failed.
+            InvalidArgument: a handle cannot be like that.
         """
+        check_handle(handle_id)
         self._call(self._release, pb.ReleaseRequest(handle_id=handle_id))
 
     def push(
@@ -262,11 +315,11 @@ class KvClient:
         Raises:
             TransferRefused: with the status of the call that failed; docs/transfer.md lists them.
                 Nothing is held on the other side, or it ends with its time to live.
-            InvalidArgument: nothing is computed.
+            InvalidArgument: nothing is computed, or a handle cannot be like that.
         """
         try:
             with seq.fork() as held:  # what the caller does to its own does not matter here
-                return self._push_sequence(held, handle_id or uuid.uuid4().hex)
+                return self._push_sequence(held, check_handle(handle_id))
         finally:
             if not keep and not seq.is_freed:
                 seq.free()
@@ -289,6 +342,11 @@ class KvClient:
                 if pause is None:
                     raise
                 time.sleep(pause)
+            except BaseException:  # interrupted, or a block could not be read
+                if attempt is not None:  # its last chunk may have been taken
+                    with contextlib.suppress(TransferRefused):
+                        self.release(handle_id)
+                raise
             else:
                 return course.result(attempt)
 
@@ -296,7 +354,7 @@ class KvClient:
         try:
             ack = self._push(attempt, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise refused(error) from error
+            raise attempt.failure(error) from error
         finally:
             attempt.stop()
         check_ack(ack, handle_id, attempt.n_sent, attempt.n_deduped)
@@ -308,7 +366,7 @@ class KvClient:
             TransferRefused: NOT_FOUND for a handle that is gone, DATA_LOSS for tokens that the
                 blocks are not of, UNIMPLEMENTED where nobody generates, or what the engine says.
         """
-        call = self._continue(request.to_message(), timeout=timeout_s, metadata=self._metadata)
+        call = self._continue(handover_message(request), timeout=timeout_s, metadata=self._metadata)
         try:
             for reply in call:
                 yield Answer(list(reply.tokens), reply.finish)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument, TransferError
 
@@ -21,6 +21,53 @@ __all__ = [
 KV_FORMAT = 1
 #: The largest payload of a chunk.
 MAX_PAYLOAD_BYTES = 4 << 20
+_MAX_HANDLE_CHARS = 128
+
+
+def handle_fault(handle: Any) -> str | None:
+    """What is wrong with a handle_id; None for a good one.
+
+    >>> handle_fault("a" * 128) is None, handle_fault(7)
+    (True, 'handle_id: expected a str, found int')
+    """
+    if not isinstance(handle, str):
+        return f"handle_id: expected a str, found {type(handle).__name__}"
+    if 1 <= len(handle) <= _MAX_HANDLE_CHARS and handle.isprintable():
+        return None
+    return (
+        f"handle_id: expected 1 to {_MAX_HANDLE_CHARS} printable characters, "
+        f"found {len(handle)}: {shown(handle)}"
+    )
+
+
+def shown(value: object) -> str:
+    """``repr`` for an error message. What a peer sent can be megabytes, and a gRPC status that is
+    longer than the metadata may be reaches nobody.
+
+    >>> shown("a" * 1000) == repr("a" * 128) + "..."
+    True
+    """
+    if isinstance(value, str) and len(value) > _MAX_HANDLE_CHARS:
+        return repr(value[:_MAX_HANDLE_CHARS]) + "..."
+    return repr(value)
+
+
+def check_numbers(settings: Any, least: float, most: float) -> None:
+    """InvalidArgument for a field of a dataclass that is no number, or out of range: a whole one
+    from 1 where it is declared ``int``, else from ``least`` to ``most``. None passes where it may.
+    """
+    for field in fields(settings):
+        value, is_whole = getattr(settings, field.name), str(field.type).startswith("int")
+        if value is None and "None" in str(field.type):
+            continue
+        kinds = int if is_whole else (int, float)
+        low, high = (1, 2**31 - 1) if is_whole else (least, most)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            what = "a whole number" if is_whole else "a number"
+            raise InvalidArgument(
+                f"{type(settings).__name__}: {field.name}: expected {what} from {low:g} to "
+                f"{high:.10g}, found {value!r}"
+            )
 
 
 class TransferRefused(TransferError):
@@ -51,7 +98,7 @@ class Limits:
 
     >>> Limits(ttl_s=0)
     Traceback (most recent call last):
-    kvpool.errors.InvalidArgument: Limits: ttl_s: expected a number above 0, found 0
+    kvpool.errors.InvalidArgument: Limits: ttl_s: expected a number from 0.001 to inf, found 0
     """
 
     max_pushes: int = 64
@@ -63,9 +110,7 @@ class Limits:
     idle_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise InvalidArgument(f"Limits: {name}: expected a number above 0, found {value!r}")
+        check_numbers(self, 0.001, float("inf"))
 
 
 class Ack(NamedTuple):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from .limits import (
     Pending,
     TransferRefused,
     TransferStats,
+    shown,
 )
 
 __all__ = ["KvReceiver", "Push"]
@@ -98,6 +99,7 @@ class KvReceiver:
         self._pushing: set[Push] = set()
         self._handles: dict[str, Push] = {}  # in flight
         self._pending: dict[str, Push] = {}
+        self._claiming: dict[str, Push] = {}  # pending again if their claim leaves them
         self._held = 0
         self._stats = TransferStats()
         self._closed = False
@@ -122,12 +124,14 @@ class KvReceiver:
             raise TransferRefused(
                 "FAILED_PRECONDITION", f"kv_format {kv_format}, this side reads {KV_FORMAT}"
             )
-        names = np.fromiter(hashes, dtype=np.uint64)
-        if len(names) > self.limits.max_hashes:
+        if not isinstance(hashes, Sized):
+            hashes = list(hashes)
+        if len(hashes) > self.limits.max_hashes:  # before they are copied
             raise TransferRefused(
                 "RESOURCE_EXHAUSTED",
-                f"{len(names)} names, this side looks up to {self.limits.max_hashes} up at once",
+                f"{len(hashes)} names, this side looks up to {self.limits.max_hashes} up at once",
             )
+        names = hashes if isinstance(hashes, np.ndarray) else list(hashes)
         found: NDArray[np.bool_] = self.manager.find(names) >= 0
         return found
 
@@ -166,6 +170,7 @@ class KvReceiver:
         """
         with self._lock:
             held = self._pending.pop(handle_id, None)
+            self._claiming.pop(handle_id, None)
             pushing = self._handles.get(handle_id)
             if held is not None:
                 self._add(released=1)
@@ -229,10 +234,12 @@ class KvReceiver:
         self.expire()
         with self._lock:
             push = self._pending.pop(handle_id, None)
+            if push is not None:
+                self._claiming[handle_id] = push
         if push is None:
             raise NotFound(
-                f"claim: no complete push {handle_id!r}: never pushed, or claimed, released or "
-                "expired already"
+                f"claim: no complete push {shown(handle_id)}: never pushed, or claimed, released "
+                "or expired already"
             )
         try:
             self._compare(push, tokens, namespace)
@@ -240,22 +247,34 @@ class KvReceiver:
         except CorruptEnvelope as error:
             self._give_back(push)
             with self._lock:
+                self._unclaim(handle_id, push)
                 self._add(failed=1)
             note(logging.WARNING, "claim refused", handle_id, reason=error)
             raise
         except BaseException:
             with self._lock:
-                closed = self._closed
-                if not closed:
+                stays = self._unclaim(handle_id, push)
+                if stays:
                     self._pending[handle_id] = push
-            if closed:
+                else:
+                    self._add(released=1)
+            if not stays:
                 self._give_back(push)
             raise
         with self._lock:
+            self._unclaim(handle_id, push)
             self._held -= len(push.ids)
             self._add(claimed=1)
         note(logging.INFO, "claimed", handle_id, blocks=len(push.ids))
         return sequence
+
+    def _unclaim(self, handle_id: str, push: Push) -> bool:
+        """Under the lock: a claim has ended. False if the handle was released in the meantime; it
+        may be somebody else's by now."""
+        if self._claiming.get(handle_id) is not push:
+            return False
+        del self._claiming[handle_id]
+        return True
 
     def _compare(self, push: Push, tokens: Any, namespace: int) -> None:
         """CorruptEnvelope where a push says itself that it is not of these tokens."""
@@ -304,6 +323,7 @@ class KvReceiver:
         with self._lock:
             held, pushing = list(self._pending.values()), list(self._pushing)
             self._pending.clear()
+            self._claiming.clear()
             self._add(released=len(held))
         for push in held:
             self._give_back(push)
@@ -323,9 +343,10 @@ class KvReceiver:
 
     def _open(self, handle: str, push: Push) -> None:
         with self._lock:
-            if handle in self._handles or handle in self._pending:
+            if handle in self._handles or handle in self._pending or handle in self._claiming:
                 raise TransferRefused("ALREADY_EXISTS", f"handle_id {handle!r} is in use")
-            if len(self._handles) + len(self._pending) >= self.limits.max_handles:
+            n = len(self._handles) + len(self._pending) + len(self._claiming)
+            if n >= self.limits.max_handles:
                 raise TransferRefused(
                     "RESOURCE_EXHAUSTED", f"{self.limits.max_handles} handles are held: the limit"
                 )

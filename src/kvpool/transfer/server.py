@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, NoReturn
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 
 from ..errors import CorruptEnvelope, InvalidArgument, KvPoolError, NotFound, PoolFull
 from . import handover_pb2 as handover_pb
@@ -33,7 +35,9 @@ from .settings import (
 
 __all__ = ["KvServer"]
 
-_SPARE_THREADS = 16  # for calls other than pushes
+_SPARE_THREADS = 32  # for calls other than pushes
+MAX_CHECKS = 16  # health checks in flight: half of those threads, since anybody may call it
+CHECK_S = 5.0  # that a health check may be silent
 _CODES: dict[type[Exception], str] = {
     NotFound: "NOT_FOUND",
     CorruptEnvelope: "DATA_LOSS",
@@ -64,6 +68,17 @@ def take_chunk(push: Push, data: bytes) -> Ack | None:
     return push.add(chunk)
 
 
+def parse(kind: Any, data: bytes | None) -> Any:
+    """The one message of a call."""
+    name = kind.DESCRIPTOR.name
+    if data is None:
+        raise TransferRefused("INVALID_ARGUMENT", f"{name}: the call has no message")
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise TransferRefused("INVALID_ARGUMENT", f"{name}: {error}") from error
+
+
 def has_blocks(receiver: KvReceiver, request: pb.HasBlocksRequest) -> pb.HasBlocksResponse:
     """The answer to HasBlocks."""
     present = receiver.has_blocks(request.block_hashes, request.kv_format)
@@ -80,6 +95,31 @@ def set_serving(servicer: Any, serving: bool) -> None:
     name = "SERVING" if serving else "NOT_SERVING"
     for service in ("", SERVICE):
         servicer.set(service, health_pb2.HealthCheckResponse.ServingStatus.Value(name))
+
+
+class _Waiting:
+    """The calls whose one message has not come yet. gRPC would wait for ever, each in a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[grpc.ServicerContext, float] = {}
+
+    def message(self, requests: Iterator[bytes], context: Any, for_s: float) -> bytes | None:
+        """It; None if the call ends without one."""
+        with self._lock:
+            self._calls[context] = time.monotonic() + for_s
+        try:
+            return next(requests, None)
+        finally:
+            with self._lock:
+                del self._calls[context]
+
+    def expire(self) -> None:
+        """Ends those that have waited too long."""
+        with self._lock:
+            late = [call for call, until in self._calls.items() if time.monotonic() >= until]
+        for call in late:
+            call.cancel()
 
 
 class _Guard(grpc.ServerInterceptor):
@@ -146,8 +186,9 @@ class KvServer:
             options=server_options(2 * n_threads),
             maximum_concurrent_rpcs=2 * n_threads,
         )
+        self._waiting = _Waiting()
+        self._checks = threading.BoundedSemaphore(MAX_CHECKS)
         self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers(self._handlers())
         try:
             port = (
@@ -156,9 +197,9 @@ class KvServer:
                 else self._server.add_secure_port(address, tls.credentials())
             )
         except RuntimeError as error:
-            raise cannot_listen(address, error) from error
+            raise cannot_listen(address, tls) from error
         if port == 0:
-            raise cannot_listen(address)
+            raise cannot_listen(address, tls)
         self.address = bound_address(address, port)
         self._server.start()
         set_serving(self._health, True)
@@ -170,30 +211,40 @@ class KvServer:
         log.info("serving %s on %s", SERVICE, self.address)
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        transfer: dict[str, Any] = {
-            "HasBlocks": grpc.unary_unary_rpc_method_handler(
-                self._answer(lambda request, _: has_blocks(self.receiver, request)),
-                pb.HasBlocksRequest.FromString,
-                pb.HasBlocksResponse.SerializeToString,
-            ),
-            "PushKv": grpc.stream_unary_rpc_method_handler(
-                self._answer(self._push), None, pb.KvAck.SerializeToString
-            ),
-            "Release": grpc.unary_unary_rpc_method_handler(
-                self._answer(self._release),
-                pb.ReleaseRequest.FromString,
-                pb.ReleaseResponse.SerializeToString,
-            ),
+        # All are streams here, also those of one message, which look the same on the wire: gRPC
+        # then leaves the waiting to us.
+        services: dict[str, dict[str, Any]] = {
+            SERVICE: {
+                "HasBlocks": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._has_blocks), None, pb.HasBlocksResponse.SerializeToString
+                ),
+                "PushKv": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._push), None, pb.KvAck.SerializeToString
+                ),
+                "Release": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._release), None, pb.ReleaseResponse.SerializeToString
+                ),
+            },
+            HEALTH: {
+                "Check": grpc.stream_unary_rpc_method_handler(
+                    self._answer(self._check),
+                    None,
+                    health_pb2.HealthCheckResponse.SerializeToString,
+                ),
+                "Watch": grpc.unary_stream_rpc_method_handler(  # waits without a thread
+                    self._health.Watch,
+                    health_pb2.HealthCheckRequest.FromString,
+                    health_pb2.HealthCheckResponse.SerializeToString,
+                ),
+            },
         }
-        found = [grpc.method_handlers_generic_handler(SERVICE, transfer)]
         if self._handover is not None:
-            method = grpc.unary_stream_rpc_method_handler(
-                self._continue,
-                handover_pb.ContinueRequest.FromString,
-                handover_pb.ContinueReply.SerializeToString,
-            )
-            found.append(grpc.method_handlers_generic_handler(HANDOVER, {"Continue": method}))
-        return tuple(found)
+            services[HANDOVER] = {
+                "Continue": grpc.stream_stream_rpc_method_handler(
+                    self._continue, None, handover_pb.ContinueReply.SerializeToString
+                )
+            }
+        return tuple(grpc.method_handlers_generic_handler(*item) for item in services.items())
 
     @staticmethod
     def _answer(behavior: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, Any], Any]:
@@ -205,6 +256,21 @@ class KvServer:
 
         return answer
 
+    def _one(self, kind: Any, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        return parse(kind, self._waiting.message(messages, context, self.receiver.limits.idle_s))
+
+    def _check(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        if not self._checks.acquire(blocking=False):
+            raise TransferRefused("RESOURCE_EXHAUSTED", f"{MAX_CHECKS} health checks: the limit")
+        try:
+            data = self._waiting.message(messages, context, CHECK_S)
+            return self._health.Check(parse(health_pb2.HealthCheckRequest, data), context)
+        finally:
+            self._checks.release()
+
+    def _has_blocks(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        return has_blocks(self.receiver, self._one(pb.HasBlocksRequest, messages, context))
+
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.KvAck:
         with self.receiver.begin(on_abort=context.cancel) as push:
             for data in messages:
@@ -213,18 +279,21 @@ class KvServer:
                     return ack_message(ack)
         raise TransferRefused("INVALID_ARGUMENT", "the stream ended before the last block")
 
-    def _release(self, request: pb.ReleaseRequest, _: Any) -> pb.ReleaseResponse:
-        self.receiver.release(request.handle_id)
+    def _release(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        self.receiver.release(self._one(pb.ReleaseRequest, messages, context).handle_id)
         return pb.ReleaseResponse()
 
     def _continue(
-        self, request: handover_pb.ContinueRequest, context: grpc.ServicerContext
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[handover_pb.ContinueReply]:
         assert self._handover is not None
         try:
-            handover = Handover.of(request)
+            handover = Handover.of(self._one(handover_pb.ContinueRequest, messages, context))
             sequence = self.receiver.claim(handover.handle_id, handover.tokens, handover.namespace)
-            with sequence, contextlib.closing(self._handover(handover, sequence)) as answers:  # type: ignore[type-var]
+            with sequence, contextlib.ExitStack() as stack:
+                answers = self._handover(handover, sequence)
+                if hasattr(answers, "close"):  # a generator ends before its blocks go
+                    stack.callback(answers.close)
                 for answer in answers:
                     yield handover_pb.ContinueReply(tokens=answer.tokens, finish=answer.finish)
         except (KvPoolError, MemoryError) as error:
@@ -233,7 +302,11 @@ class KvServer:
     def _sweep(self) -> None:
         limits = self.receiver.limits
         while not self._stop.wait(min(1.0, limits.ttl_s / 4, limits.idle_s / 4)):
-            self.receiver.expire()
+            self._waiting.expire()
+            try:
+                self.receiver.expire()
+            except Exception:  # of one push; the others still have to end with their time
+                log.exception("what has waited too long could not be ended")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until ``close``, or so many seconds; True if it is closed."""

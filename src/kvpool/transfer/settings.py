@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from ..errors import InvalidArgument, TransferError
-from .limits import MAX_PAYLOAD_BYTES
+from .limits import MAX_PAYLOAD_BYTES, check_numbers
 
 __all__ = ["ClientSettings", "ClientTls", "PushResult", "ServerTls", "keep_freed_memory"]
 
@@ -83,6 +83,8 @@ class ClientTls:
 class ClientSettings:
     """Deadlines, retries and keepalive of a client, as gRPC knows them.
 
+    Seconds are from 0.001 to 1,000,000.
+
     Args:
         push_timeout_s: the deadline of a whole push, all its attempts together.
         rpc_timeout_s: of HasBlocks and of Release.
@@ -102,11 +104,7 @@ class ClientSettings:
     keepalive_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise InvalidArgument(
-                    f"ClientSettings: {name}: expected a number above 0, found {value!r}"
-                )
+        check_numbers(self, 0.001, 1e6)  # gRPC counts milliseconds in 32 bits
 
     def channel_options(self, tls: ClientTls | None) -> list[tuple[str, Any]]:
         """For a channel. HasBlocks and Release change nothing, so gRPC itself may repeat them."""
@@ -159,7 +157,7 @@ def is_loopback(address: str) -> bool:
     """
     if address.startswith(("unix:", "unix-abstract:")):
         return True
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
+    host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
     try:
@@ -168,17 +166,50 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def check_token(token: str | None) -> None:
+    """InvalidArgument for a token that no header can carry. The text does not tell it."""
+    if token is not None and not (
+        isinstance(token, str) and token and token.isascii() and token.isprintable()
+    ):
+        raise InvalidArgument("token: expected printable ASCII, not empty")
+
+
+def _check_form(address: str) -> None:
+    """gRPC takes a port of 99999 for 34463, and an address without one for port 443."""
+    if isinstance(address, str):
+        scheme, _, path = address.partition(":")
+        if scheme in ("unix", "unix-abstract"):
+            if path:
+                return
+        else:
+            host, _, port = address.rpartition(":")
+            bare = host[1:-1] if host.startswith("[") and host.endswith("]") else None
+            if (
+                (host if bare is None else bare)
+                and (bare is not None or ":" not in host)
+                and not any(c.isspace() for c in host)
+                and port.isascii()
+                and port.isdecimal()
+                and int(port[:6]) < 2**16
+            ):
+                return
+    raise InvalidArgument(
+        "address: expected HOST:PORT with a port from 0 to 65535 and an IPv6 host in brackets, or "
+        f"unix:PATH, found {address!r}"
+    )
+
+
 def check_address(address: str, tls: ServerTls | None, token: str | None, insecure: bool) -> None:
     """Refuses to listen where strangers can connect and nothing asks who they are."""
-    if token is not None and (not token or not token.isascii() or not token.isprintable()):
-        raise InvalidArgument("token: expected printable ASCII, not empty")
+    _check_form(address)
+    check_token(token)
     if is_loopback(address):
         log.info("listening on %s, which only this machine can reach", address)
         return
     if tls is None and token is None and not insecure:
         raise InvalidArgument(
-            f"{address} can be reached from elsewhere: give it TLS or a token, or allow anybody "
-            "to push with insecure=True"
+            f"{address} can be reached from elsewhere: give it TLS (--tls-cert) or a token "
+            "(--token-file), or allow anybody to push with insecure=True (--insecure)"
         )
     if tls is None:
         log.warning(
@@ -190,6 +221,7 @@ def check_address(address: str, tls: ServerTls | None, token: str | None, insecu
 
 def token_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     """What a client sends with each call."""
+    check_token(token)
     return () if token is None else (("authorization", f"Bearer {token}"),)
 
 
@@ -211,9 +243,13 @@ def bound_address(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def cannot_listen(address: str, reason: object = "") -> TransferError:
-    """The error for a port that is taken, or an address that is not ours."""
-    return TransferError(f"cannot listen on {address}: {reason or 'is the port in use?'}")
+def cannot_listen(address: str, tls: ServerTls | None) -> TransferError:
+    """The error for a port that is taken, or an address that is not ours. gRPC does not say which;
+    it writes that to stderr."""
+    pem = "" if tls is None else ", or are certificate and key no PEM, or not of each other"
+    return TransferError(
+        f"cannot listen on {address}: is it in use, or not an address of this machine{pem}?"
+    )
 
 
 def keep_freed_memory(n_bytes: int = 256 << 20) -> bool:
