@@ -170,9 +170,8 @@ void Sequence::found(nb::handle n_found, nb::handle counted) {
     const tl_kv_seq h = alive();
     const size_t n = scalar_arg<uint64_t>(n_found, "n_found");
     const bool is_counted = flag_arg(counted, "counted");
-    core_->run(Work::constant, [=](tl_kv_mgr *m, tl_kv_pool *) {
-        return tl_kv_seq_found(m, h, n, is_counted);
-    });
+    core_->run(Work::constant,
+               [=](tl_kv_mgr *m, tl_kv_pool *) { return tl_kv_seq_found(m, h, n, is_counted); });
 }
 
 void Sequence::pin(nb::handle seconds) {
@@ -592,10 +591,9 @@ void bind_sequence(nb::module_ &m) {
              nb::sig("def truncate(self, n: Int) -> None"), d::seq_truncate)
         .def("commit", &Sequence::commit, "n_computed"_a.none() = nb::none(),
              nb::sig("def commit(self, n_computed: Int | None = None) -> None"), d::seq_commit)
-        .def("found", &Sequence::found, "n_found"_a.none(), nb::kw_only(),
-             "counted"_a.none() = true,
-             nb::sig("def found(self, n_found: Int, *, counted: bool = True) -> None"),
-             d::seq_found)
+        .def(
+            "found", &Sequence::found, "n_found"_a.none(), nb::kw_only(), "counted"_a.none() = true,
+            nb::sig("def found(self, n_found: Int, *, counted: bool = True) -> None"), d::seq_found)
         .def("free", &Sequence::free, d::seq_free)
         .def("pin", &Sequence::pin, "seconds"_a.none(),
              nb::sig("def pin(self, seconds: float) -> None"), d::seq_pin)

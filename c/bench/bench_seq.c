@@ -50,8 +50,8 @@ static void report(const char *name, uint32_t n_blocks, double *x, const char *u
 
 static void bench(uint32_t n_blocks, uint32_t n_background) {
     const tl_kv_cfg cfg = {n_blocks, B, 1, 1, 1, TL_F16, TL_KV_FORMAT_V1};
-    const tl_kv_mgr_options opt = {.evict = tl_kv_evict, .find = tl_kv_find, .refs = tl_kv_refs,
-                                    .prefetch = tl_kv_prefetch};
+    const tl_kv_mgr_options opt = {
+        .evict = tl_kv_evict, .find = tl_kv_find, .refs = tl_kv_refs, .prefetch = tl_kv_prefetch};
     tl_kv_pool *p;
     tl_kv_mgr *m;
     if (tl_kv_pool_create(&cfg, &p) != TL_OK || tl_kv_mgr_create(p, &opt, &m) != TL_OK) {

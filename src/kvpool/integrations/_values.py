@@ -60,7 +60,7 @@ class Values:
         self.dims: Dims = {
             "block_tokens": tokens, "n_layers": n_layers, "n_kv_heads": heads, "head_dim": head_dim,
         }  # fmt: skip
-        self.block_bytes = slab[0].nbytes
+        self.block_bytes: int = slab[0].nbytes
         self._shape, self._address = slab.shape, slab.data_ptr()
 
     # ---- on the device -----------------------------------------------------------------------
