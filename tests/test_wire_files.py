@@ -220,6 +220,29 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.usefixtures("with_and_without_unnamed_files")
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(kvpool.StorageError, match=f"{name}: it is there, and no regular file"):
+            write_file(tmp_path / name, [b"x"])
+    assert path.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+@pytest.mark.usefixtures("with_and_without_unnamed_files")
+@pytest.mark.parametrize("name", ["x" * 255, "ü" * 127, b"bytes"])
+def test_names_of_any_length_are_replaced(tmp_path: Path, name: str | bytes) -> None:
+    path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    for data in (b"old", b"new"):
+        write_file(path if isinstance(name, bytes) else os.fsdecode(path), [data])
+        with open(path, "rb") as file:
+            assert file.read() == data
+    assert os.listdir(tmp_path) == [os.fsdecode(name)]
+
+
 def test_pieces_are_written_however_little_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     written = bytearray()
 

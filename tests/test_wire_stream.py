@@ -131,6 +131,25 @@ def test_what_is_no_source_or_sink_is_told() -> None:
         StreamWriter(3, DIMS, 1)
 
 
+def test_bytes_are_a_source_and_other_chunks_are_told(pool: kvpool.Pool, envelope: bytes) -> None:
+    for source in (envelope, bytearray(envelope), memoryview(envelope)):
+        assert [block.n_tokens for block in StreamReader(source)] == [4, 4, 4, 4, 3]
+    assert import_stream(pool, envelope).tolist() == [0, 1, 2, 3, 4]
+    for bad, name in (("abc", "str"), ([5], "int"), ([[]], "list"), (["x"], "str")):
+        with pytest.raises(kvpool.InvalidArgument, match=f"iterable of bytes, found {name} in it"):
+            StreamReader(bad)
+
+
+def test_what_a_function_gets_it_may_keep(pool: kvpool.Pool) -> None:
+    ids = pool.alloc(1)
+    pool.slab[ids] = 3
+    kept: list[bytes] = []
+    with StreamWriter(kept.append, pool, 1) as writer:
+        writer.write(pool.block(ids[0]))
+    pool.slab[ids] = 4  # the block's memory is the pool's, and used again
+    assert Envelope(b"".join(kept), pool)[0].payload.max() == 3
+
+
 # ---- writing ------------------------------------------------------------------------------------
 
 
@@ -169,15 +188,33 @@ def test_the_writer_refuses_what_no_reader_would_take() -> None:
         lambda: writer.write(zeros, 3, hash=7),
         lambda: writer.write(zeros[1:]),
         lambda: writer.write(zeros.astype(np.float32)),
+        lambda: writer.write(zeros, -1),
+        lambda: writer.write(zeros, 1 << 32),
+        lambda: writer.write(zeros, 4.0),
+        lambda: writer.write(zeros, hash=-1),
+        lambda: writer.write(zeros, hash=1 << 64),
+        lambda: writer.write(zeros, hash="7"),
         writer.close,
     ):
         with pytest.raises(kvpool.InvalidArgument):
             bad()
     assert len(file.getvalue()) == size
-    writer.write(zeros)
+    writer.write(zeros, np.uint32(4), np.uint64(2**64 - 1))
     with pytest.raises(kvpool.InvalidArgument, match="all 1 blocks are written"):
         writer.write(zeros)
-    for shape in ((4, 2, 3), (0, 1, 1, 1), (1 << 32, 1, 1, 1), None, ((1 << 32) - 1,) * 4):
+    for n_blocks in (-1, 1 << 32, 1.5, "1", None):
+        with pytest.raises(kvpool.InvalidArgument, match="n_blocks"):
+            StreamWriter(file, DIMS, n_blocks)
+    for shape in (
+        5,
+        "abcd",
+        (4.0, 2, 3, 8),
+        (4, 2, 3),
+        (0, 1, 1, 1),
+        (1 << 32, 1, 1, 1),
+        None,
+        ((1 << 32) - 1,) * 4,
+    ):
         with pytest.raises(kvpool.InvalidArgument, match="shape"):
             StreamWriter(file, shape, 1)
 

@@ -292,13 +292,14 @@ def new_file(path: Path) -> Iterator[int]:
     """A descriptor to write a file with that takes the name ``path`` at the end of the block.
 
     The bytes go to a file without a name in the same folder. At the end they are synced, and the
-    file takes its name; what was there before is replaced. Whoever looks at ``path`` finds the old
-    file or the new one, and after a crash of the process or of the machine too; a writer that
-    fails or is killed leaves nothing else behind. (On file systems that have no files without a
-    name, like NFS, it is ``.name.XXXX.tmp``, and a killed writer leaves that.)
+    file takes its name; a file that was there before is replaced. Whoever looks at ``path`` finds
+    the old file or the new one, and after a crash of the process or of the machine too; a writer
+    that fails or is killed leaves nothing else behind. (On file systems that have no files without
+    a name, like NFS, it is ``.name.XXXX.tmp``, and a killed writer leaves that.)
 
     Raises:
-        StorageError: no folder, no permission, no space; what was at ``path`` is still there.
+        StorageError: no folder, no permission, no space, or something else than a file has the
+            name, like a device; what was at ``path`` is still there.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "file")
@@ -313,6 +314,7 @@ def new_file(path: Path) -> Iterator[int]:
     with _storage_errors(path):
         folder_fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            _refuse_devices(folder_fd, name)
             with _unnamed_file(folder_fd, name) as fd:
                 yield fd
             os.fsync(folder_fd)
@@ -320,9 +322,22 @@ def new_file(path: Path) -> Iterator[int]:
             os.close(folder_fd)
 
 
+def _refuse_devices(folder_fd: int, name: str) -> None:
+    """A rename would put the file in the place of a device, a pipe or a socket, for good."""
+    try:
+        mode = os.stat(name, dir_fd=folder_fd).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is there, and no regular file")
+
+
 @contextmanager
 def _unnamed_file(folder_fd: int, name: str) -> Iterator[int]:
-    temporary = f".{name}.{secrets.token_hex(4)}.tmp"
+    stem = os.fsdecode(os.fsencode(name)[: 255 - 14])  # a name has 255 bytes at most
+    temporary = f".{stem}.{secrets.token_hex(4)}.tmp"
     fd, is_named = _open_unnamed(folder_fd), False
     if fd < 0:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

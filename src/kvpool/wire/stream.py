@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def _filler(source: Any) -> Callable[[memoryview], int]:
         read = getattr(source, method, None)
         if read is not None:
             return lambda view: read(view) or 0
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        source = (source,)  # the whole of it; its items would be integers
     if not isinstance(source, Iterable):
         raise InvalidArgument(
             "source: expected an object with readinto or recv_into, or an iterable of bytes, "
@@ -52,7 +55,12 @@ def _filler(source: Any) -> Callable[[memoryview], int]:
             chunk = next(chunks, None)
             if chunk is None:
                 return 0
-            rest = memoryview(chunk).cast("B")
+            try:
+                rest = memoryview(chunk).cast("B")
+            except TypeError as error:
+                raise InvalidArgument(
+                    f"source: expected an iterable of bytes, found {type(chunk).__name__} in it"
+                ) from error
         n = min(len(view), len(rest))
         view[:n] = rest[:n]
         rest = rest[n:]
@@ -171,8 +179,8 @@ class StreamWriter:
     """Writes one envelope to a file or a socket, block after block.
 
     Args:
-        sink: an object with ``sendall`` (sockets) or ``write`` (files), or a function that takes
-            bytes.
+        sink: an object with ``sendall`` (sockets) or ``write`` (files), which get views that are
+            good for the call only, or a function that takes bytes and may keep them.
         shape: ``(block_tokens, n_layers, n_kv_heads, head_dim)``, or a pool that has them.
         n_blocks: how many blocks follow; the header comes first and says so.
 
@@ -198,13 +206,16 @@ class StreamWriter:
     def __init__(self, sink: Any, shape: Shape, n_blocks: int) -> None:
         if isinstance(shape, Pool):
             shape = (shape.block_tokens, shape.n_layers, shape.n_kv_heads, shape.head_dim)
-        dims = tuple(shape or ())
-        if len(dims) != 4 or not all(0 < d < 1 << 32 for d in dims) or not 0 <= n_blocks < 1 << 32:
+        try:
+            n, dims = index(n_blocks), tuple(map(index, shape or ()))
+        except TypeError:  # no integers: told below
+            n, dims = -1, ()
+        if len(dims) != 4 or not all(0 < d < 1 << 32 for d in dims) or not 0 <= n < 1 << 32:
             raise InvalidArgument(
                 f"shape, n_blocks: expected four dimensions of at least 1 and a number of blocks, "
                 f"each below 2**32, found {shape} and {n_blocks}"
             )
-        head = b"TLKV" + b"\1\0\1\0" + b"".join(x.to_bytes(4, "little") for x in (n_blocks, *dims))
+        head = b"TLKV" + b"\1\0\1\0" + b"".join(x.to_bytes(4, "little") for x in (n, *dims))
         try:
             self.header = EnvelopeHeader(head)
         except CorruptEnvelope as error:
@@ -235,7 +246,13 @@ class StreamWriter:
             raise InvalidArgument(
                 f"payload: expected float16 {dims}, found {block.dtype} {block.shape}"
             )
-        record = hash.to_bytes(8, "little") + n_tokens.to_bytes(4, "little")
+        try:
+            record = index(hash).to_bytes(8, "little") + index(n_tokens).to_bytes(4, "little")
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgument(
+                "hash, n_tokens: expected integers of 64 and 32 bits, "
+                f"found {hash!r} and {n_tokens!r}"
+            ) from error
         try:
             self.header.check_records(self._n, 1, record, RECORD_BYTES)
         except CorruptEnvelope as error:
@@ -269,8 +286,10 @@ def _sender(sink: Any) -> Callable[[Any], Any]:
     if hasattr(sink, "sendall"):
         send: Callable[[Any], Any] = sink.sendall
         return send
-    write = getattr(sink, "write", sink)
-    if not callable(write):
+    write = getattr(sink, "write", None)
+    if write is None and callable(sink):  # what it gets may be a pool's memory: it gets a copy
+        return lambda data: sink(bytes(data))
+    if write is None:
         raise InvalidArgument(
             f"sink: expected an object with sendall or write, found {type(sink).__name__}"
         )
