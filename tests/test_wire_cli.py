@@ -189,8 +189,13 @@ def test_a_plot_is_drawn(capsys: Capture, tmp_path: Path) -> None:
     for name, start in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml")):
         assert run(capsys, "inspect", "--plot", tmp_path / name, path)[0] == 0
         assert (tmp_path / name).read_bytes().startswith(start)
+    strange = os.fsencode(tmp_path) + b"/\xff\x1b[2J"  # the picture's title has it
+    os.link(path, strange)
+    code, out, _ = run(capsys, "inspect", "--plot", tmp_path / "y.png", os.fsdecode(strange))
+    assert (code, out.partition("\n")[0]) == (0, f"{tmp_path}/??[2J")
     for argv, text in [
-        ((tmp_path / "x.nothing", path), "not supported"),
+        ((tmp_path / "x.nothing", path), "expected a name that ends in .png, .svg or .pdf"),
+        (("", path), "--plot : expected a name that ends in"),
         ((tmp_path / "no" / "x.png", path), "No such file"),
         ((tmp_path / "x.png", path, path), "expected one FILE, found 2"),
         ((tmp_path / "x.png", FORMATS / "golden/no_blocks.tlkv"), "no blocks"),
@@ -329,7 +334,7 @@ def test_headers_and_seals_differ(capsys: Capture, tmp_path: Path) -> None:
     code, out, _ = run(capsys, "diff", a, b)
     assert out.startswith("first: seal, namespace: 0 and 3\n")
     code, out, _ = run(capsys, "diff", a, SEQUENCE)
-    assert out.startswith("first: seal: there and None\n")
+    assert out.startswith("first: seal: there and none\n")
     code, out, err = run(capsys, "diff", a, tmp_path / "none")
     assert (code, out, err.count("\n")) == (2, "", 1)
     code, out, err = run(capsys, "diff", FORMATS / "golden-errors/version_2.tlkv", a)

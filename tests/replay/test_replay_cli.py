@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -119,7 +120,9 @@ def test_bad_lines_are_told_or_counted(trace: str, capsys: pytest.CaptureFixture
         (["--plot", "x.bmp"], "ends in .png"),
         (["/nowhere/t.jsonl"], "No such file"),
         (["--config", "/nowhere"], "No such file"),
-        (["--report", "/nowhere/x.html", "--limit", "9"], "No such file"),
+        (["--report", "/nowhere/x.html"], "--report /nowhere/x.html: no such folder"),
+        (["--csv", "/tmp"], "--csv /tmp: it is a folder"),
+        (["--report", ""], "--report : it is a folder"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -158,6 +161,62 @@ def test_names_in_a_trace_do_not_steer_the_terminal(
     out = run(capsys, "replay", str(path))
     assert "a?[2Jb" in out
     assert "\x1b" not in out
+
+
+def test_names_of_files_do_not_steer_the_terminal(trace: str, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\x1b[2J\xff"
+    os.link(trace, name)
+    page = tmp_path / "out.html"
+    for encoding, command, code in (
+        ("utf-8", [b"replay", name, b"--policies", b"none", b"--report", os.fsencode(page)], 0),
+        ("ascii", [b"replay", name, b"--policies", b"none"], 0),
+        ("utf-8", [b"replay", name + b"none"], 2),
+        ("ascii", [b"verify", name], 1),
+        ("utf-8", [b"size", b"--config", name], 2),
+    ):
+        done = subprocess.run(
+            [*KVPOOL, *command], capture_output=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert b"?[2J?" in done.stdout + done.stderr
+        assert b"\x1b" not in done.stdout + done.stderr
+    assert "?[2J?" in page.read_text()
+
+
+def test_a_terminal_without_block_characters_gets_others(trace: str) -> None:
+    done = subprocess.run(
+        [*KVPOOL, "replay", trace, "--policies", "none"], capture_output=True, timeout=120,
+        check=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert b" " + 30 * b"#" + b"\n" in done.stdout
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_narrow_terminal_shows_every_number(trace: str, columns: int) -> None:
+    pytest.importorskip("rich")
+    arguments = ["replay", trace, "--blocks", "1000,4000", "--policies", "none", "--real-time"]
+    arguments += ["--prefill-rate", "8000", "--decode-rate", "20"]
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [*KVPOOL, *arguments], stdout=slave, stderr=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "dumb", "COLUMNS": str(columns)},
+    ) as process:  # fmt: skip
+        os.close(slave)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end was closed
+            while chunk := os.read(master, 4096):
+                shown += chunk
+        os.close(master)
+        assert process.wait(60) == 0
+    plain = subprocess.run([*KVPOOL, *arguments], capture_output=True, timeout=120, check=True)
+    assert "…" not in shown.decode()
+    for word in plain.stdout.split():
+        assert word in shown, word
+    bars = [line for line in shown.decode().splitlines() if "█" in line]
+    starts = {line.index("█") for line in bars}
+    assert len(bars) == 13
+    assert len(starts) == 1  # bars grow from one line to the right
 
 
 @pytest.mark.parametrize("blocks", ["0", "x", "1,,2", "3000000000"])

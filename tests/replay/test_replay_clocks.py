@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_support import conversation, request
 
-from kvpool.replay import InFlight, RealTime, Request, open_trace
+from kvpool.replay import InFlight, RealTime, Request, TraceError, open_trace
 
 # vLLM 0.33's own counts, and ours where they differ (docs/performance.md): a last block that must
 # not match, computed twice, is kept once here.
@@ -124,6 +126,33 @@ def test_forks_copy_the_partial_block_and_grow_apart() -> None:
     assert clock.result.occupancy.peak == 1 + 3 * 2
     assert clock.result.output_tokens == 3 * 28
     assert clock.manager.stats.copies == 2
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for name in ("in_flight", "block_tokens"):
+        with pytest.raises(TraceError, match=f"{name} is 0, expected at least 1"):
+            InFlight(8, **{"block_tokens": 16, name: 0})
+    good = {"block_tokens": 16, "prefill_rate": 10.0, "decode_rate": 10.0}
+    for name, value in (
+        ("prefill_rate", 0.0),
+        ("decode_rate", float("nan")),
+        ("prefill_rate", 1e-300),
+        ("speed", float("inf")),
+        ("max_running", 0),
+        ("block_tokens", -1),
+    ):
+        with pytest.raises(TraceError, match=f"{name} is {value}"):
+            RealTime(8, **{**good, name: value})
+
+
+def test_the_slowest_rates_give_times_that_are_numbers() -> None:
+    clock = RealTime(8, 16, prefill_rate=1e-9, decode_rate=1e-9, speed=1e-9)
+    clock.feed([request(1, 2, at=at, out=40) for at in (0.0, 1.0, 1e17)])
+    clock.finish()
+    result = clock.result.to_json()
+    assert math.isfinite(result["wait_s"]["max"])
+    assert math.isfinite(clock.result.occupancy.mean)
+    assert clock.result.output_tokens == 120
 
 
 def test_a_request_that_never_fits_is_rejected_and_the_rest_goes_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from itertools import pairwise
@@ -251,12 +252,87 @@ def test_files_that_are_no_traces(tmp_path: Path, data: bytes, why: str) -> None
         read(path)
 
 
+def test_a_zstd_file_that_was_cut_is_told_even_at_the_end_of_a_line(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    text = jsonl(MOONCAKE).encode()
+    stream = zstandard.ZstdCompressor().compressobj()
+    first = stream.compress(text) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    last = stream.compress(text) + stream.flush()
+    path = tmp_path / "t.zst"
+    path.write_bytes(first + last)
+    assert len(read(path)) == 4
+    for n in (len(first), len(first) + 1, len(first + last) - 1):
+        path.write_bytes((first + last)[:n])
+        with pytest.raises(TraceError, match=r":1: cannot be read: .*(ends within|corruption)"):
+            read(path, skip_bad=True)
+
+
+@pytest.mark.parametrize("first", ["5", "null", '"abc"', "{}", "[]", "true", "[1, 2]"])
+@pytest.mark.parametrize("name", ["mooncake", "bailian", "azure", "burstgpt", "events", "tokens"])
+def test_a_first_line_of_any_kind_is_told(tmp_path: Path, first: str, name: str) -> None:
+    path = write(tmp_path, first + "\n")
+    with (
+        pytest.raises(TraceError, match=":1: ")
+        if (first, name) != ("[1, 2]", "tokens")
+        else (contextlib.nullcontext())
+    ):
+        read(path, format=name)
+
+
+@pytest.mark.parametrize("ts", ['"abc"', "null", "{}", "1" + "0" * 400])
+def test_a_batch_of_events_with_a_strange_time_is_told(tmp_path: Path, ts: str) -> None:
+    path = write(tmp_path, f"[{ts}, []]\n[1.5, []]\n")
+    with pytest.raises(TraceError, match=":1: "):
+        read(path, format="events")
+    with open_trace(path, format="events", skip_bad=True) as trace:
+        assert list(trace) == []
+    assert trace.problems.count == 1
+
+
+def test_a_log_of_events_that_goes_in_circles_ends(tmp_path: Path) -> None:
+    def stored(parent: int | None, *hashes: int) -> dict[str, object]:
+        return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent}
+
+    events = [stored(1, 1), stored(None, 1), stored(1, 2), stored(2, 3, 1), stored(3, 4, 4, 5)]
+    path = write(tmp_path, jsonl(events))
+    with open_trace(path, block_tokens=16) as trace:
+        prompts = [request.ids.tolist() for batch in trace for request in batch]
+    assert prompts == [[1, 1], [1], [1, 2], [1, 2, 3, 1], [1, 2, 3, 4, 4, 5]]
+
+
+def test_prompts_of_millions_of_blocks_come_in_batches_of_few(tmp_path: Path) -> None:
+    path = write(tmp_path, AZURE + 8 * "2023-11-16 18:17:05,16777216,1\n")
+    with open_trace(path) as trace:
+        sizes = [len(batch) for batch in trace]
+    assert sizes == [3, 1, 1, 1, 1, 1, 1, 1]  # a batch ends with 2**20 blocks or more
+
+
+def test_quotes_that_are_no_csv_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path, AZURE + '"' + 200_000 * "x" + '",1,1\n')
+    with pytest.raises(TraceError, match=":4: field larger"):
+        read(path)
+    assert len(read(path, skip_bad=True)) == 2
+
+
+def test_settings_out_of_range_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path, AZURE)
+    with pytest.raises(TraceError, match="block_tokens is 0"):
+        open_trace(path, block_tokens=0)
+    with pytest.raises(TraceError, match="synthetic_prefix is -1"):
+        open_trace([path], synthetic_prefix=-1)
+    for options in ({"seed": -1}, {"requests": -1}, {"block_tokens": 0}, {"batch": 0}):
+        with pytest.raises(TraceError, match=f"{next(iter(options))} is"):
+            next(synthesize("chat", **options))
+
+
 def test_a_missing_file_and_mixed_formats_are_told(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read(tmp_path / "none.jsonl")
     paths = [str(write(tmp_path, jsonl(MOONCAKE), "a")), str(write(tmp_path, AZURE, "b"))]
     with pytest.raises(TraceError, match=r"a is mooncake, but .*b azure"):
         open_trace(paths)
+    with pytest.raises(TraceError, match=r"a is mooncake, but .*b azure"):
+        open_trace([*paths, paths[0]])
 
 
 def test_lines_longer_than_a_piece_and_a_last_line_without_its_end(tmp_path: Path) -> None:

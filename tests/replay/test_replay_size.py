@@ -7,7 +7,9 @@ named beside each), cut to the fields that the KV cache depends on.
 from __future__ import annotations
 
 import json
+import os
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,10 @@ def test_windows_bound_what_a_sequence_keeps(tmp_path: Path) -> None:
         ({"attn_layer_period": 8}, "not known here"),
         ({"sliding_window": "wide"}, "sliding_window is 'wide'"),
         ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
+        (
+            {"num_kv_shared_layers": 4, "layer_types": ["mamba"] * 28 + ["full_attention"] * 4},
+            "num_kv_shared_layers is 4, of 4 layers",
+        ),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -204,6 +210,44 @@ def test_damaged_gguf_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(TraceError):
             read_shape(str(path))
+
+
+def test_files_without_an_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="/dev/zero: no configuration: more than 16777216 bytes"):
+        read_shape("/dev/zero")
+    path = tmp_path / "holes.gguf"  # a vocabulary of strings without a character, for ever
+    path.write_bytes(gguf(LLAMA_GGUF, vocabulary=0)[:-8] + struct.pack("<Q", 2**32))
+    os.truncate(path, 2**40)
+    with pytest.raises(TraceError, match="more than 268435456 bytes of metadata"):
+        read_shape(str(path))
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    text = json.dumps(MODELS["llama-3.1-8b"][0])
+    writer = threading.Thread(target=fifo.write_text, args=(text,), daemon=True)
+    writer.start()
+    assert read_shape(str(fifo)).bytes_per_token == 131_072
+    writer.join()
+
+
+def test_the_gguf_files_trouble_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(TraceError, match=f"^{path}: no model file: it ends in the middle"):
+        read_shape(str(path))
+
+
+def test_a_model_larger_than_any_memory_is_worked_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = 2**31 - 1
+    fields = {"num_hidden_layers": large, "num_attention_heads": large, "head_dim": large}
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"tokens": [1, 2, 3]}\n' * 2)
+    arguments = ["--config", config(tmp_path, fields), "--trace", str(trace), "--json"]
+    assert main(["size", *arguments, "--memory", "1GiB", "--weights", "0"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["bytes_per_token"] == large**3 * 4
+    assert len(document["trace"]["rows"]) < 100  # one for each doubling
 
 
 def test_the_command_shows_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import NoReturn
 from kvpool import KvPoolError, __version__
 
 from . import config, diff, generate, inspect, push, replay, serve, size, tier, trace, verify
+from ._tables import clean
 
 __all__ = ["main"]
 
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"kvpool {args.command}"
     if sys.stdout is None:
         return _fail(name, "stdout is closed", EXIT_USAGE)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is a ?
+        sys.stdout.reconfigure(errors="replace")
     try:
         code: int = args.run(args)
         sys.stdout.flush()  # a full disk or a closed pipe shows here, while it can be told
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(name: str, message: str, code: int) -> int:
     if sys.stderr is not None:  # print would turn to stdout
-        print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+        print(clean(f"{name}: {' '.join(message.split())}"), file=sys.stderr)
     return code
 
 

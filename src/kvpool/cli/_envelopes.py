@@ -20,6 +20,8 @@ from kvpool import (
     block_hashes,
 )
 
+from ._tables import clean
+
 __all__ = ["EXIT_BAD", "EXIT_TROUBLE", "each_file", "namespace_arg", "one_line", "tokens_arg"]
 
 EXIT_BAD, EXIT_TROUBLE = 1, 2
@@ -45,7 +47,7 @@ def _one_file(command: str, path: str, look: Callable[[str], int]) -> int:
         if sys.stderr is not None:
             sys.stdout.flush()
             text = one_line(error).removeprefix(f"{path}: ")
-            print(f"kvpool {command}: {path}: {text}", file=sys.stderr)
+            print(clean(f"kvpool {command}: {path}: {text}"), file=sys.stderr)
         return EXIT_BAD if isinstance(error, (CorruptEnvelope, ShapeMismatch)) else EXIT_TROUBLE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +28,13 @@ def at_least(minimum: int, maximum: int = 2**31) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A parser of numbers above 0."""
+    """A parser of rates: numbers above 0, of which times are that can be added up."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 1e-9 <= value <= 1e12:
+        raise argparse.ArgumentTypeError(f"{text} is not in 1e-9..1e12")
     return value
 
 
@@ -46,9 +45,9 @@ def sizes(text: str) -> list[int]:
 
 
 def size(text: str) -> int:
-    """Bytes, with a unit."""
+    """Bytes, with a unit; 0 is none."""
     try:
-        return parse_size(text)
+        return 0 if text.strip() == "0" else parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from kvpool.replay.charts import count, duration, percent
@@ -69,8 +70,9 @@ def _replays(study: Study) -> None:
 def _curve(study: Study) -> None:
     ceiling = max(study.ceiling, 1e-9)
     rows = []
+    full = _full_block()
     for n, rate in study.curve(13):
-        bar = "█" * round(_BAR * rate / ceiling)
+        bar = full * round(_BAR * rate / ceiling)
         row = [count(n), f"{100 * rate:.2f}%", count(n * study.block_tokens)]
         if study.bytes_per_block:
             row.append(size_text(n * study.bytes_per_block))
@@ -82,6 +84,14 @@ def _curve(study: Study) -> None:
         head,
         rows,
     )
+
+
+def _full_block() -> str:
+    try:
+        "█".encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return "#"
+    return "█"
 
 
 def _distributions(study: Study) -> None:

@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
     except (ValueError, KeyError):
         raise ValueError(f"{text!r} is no size such as 80GiB") from None
     if not 0 < size < 2**60:
-        raise ValueError(f"{text!r} is not above 0")
+        raise ValueError(f"{text!r} is not above 0 and below 2**60 bytes")
     return int(size)
 
 
@@ -53,7 +53,10 @@ def clean(text: str) -> str:
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; the first column is text, the others are numbers."""
+    """Prints a table; the first column is text, the others are numbers, but those without a name.
+
+    One that a terminal is too narrow for is turned on its side, or else wraps: no number is cut.
+    """
     rows = [[clean(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         try:
@@ -64,16 +67,18 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
         except ImportError:
             pass
         else:
+            console = Console(highlight=False)
+            head, rows, width = _fitted(head, rows, console.width)
             table = Table(
                 box=SIMPLE_HEAD, show_edge=False, pad_edge=False, title=Text(title),
                 title_justify="left", title_style="bold",
             )  # fmt: skip
             for i, name in enumerate(head):
-                table.add_column(Text(name), justify="right" if i else "left")
+                table.add_column(Text(name), justify="right" if i and name else "left")
             for row in rows:
                 table.add_row(*(Text(cell) for cell in row))
-            console = Console(highlight=False)
-            console.print(table)
+            console.width = max(console.width, width)
+            console.print(table, width=width)
             console.print()
             return
     lines = [list(head), *map(list, rows)]
@@ -86,6 +91,20 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
         ]
         print("  " + "  ".join(cells).rstrip())
     print()
+
+
+def _fitted(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]], int]:
+    """The table or its transpose, whichever fits, and the width it takes."""
+    needs = []
+    turned = list(zip(head, *rows, strict=True))
+    for first, *others in ([head, *rows], turned):
+        columns = zip(first, *others, strict=True)
+        needs.append(sum(max(map(len, column)) for column in columns) + 3 * (len(first) - 1))
+    if needs[0] > width >= needs[1]:
+        return turned[0], turned[1:], needs[1]
+    return head, rows, max(needs[0], 1)
 
 
 Advance = Callable[[float, int, str], None]

@@ -71,7 +71,7 @@ class _Differences:
             for name in ("namespace", "first_token", "n_tokens", "digest"):
                 self._field(f"seal, {name}", getattr(a.seal, name), getattr(b.seal, name))
         else:
-            self._field("seal", a.seal and "there", b.seal and "there")
+            self._field("seal", *("there" if file.seal else "none" for file in (a, b)))
         for name in ("n_blocks", "block_tokens", "n_layers", "n_kv_heads", "head_dim"):
             self._field(name, getattr(a.header, name), getattr(b.header, name))
         if a.header.shape == b.header.shape:

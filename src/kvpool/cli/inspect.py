@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import InvalidArgument, KvPoolError
+from kvpool import InvalidArgument, KvPoolError, StorageError
 from kvpool.wire import EnvelopeFile, token_digests
 
 from ._envelopes import EXIT_BAD, each_file, names_of, namespace_arg, one_line, tokens_arg
 from ._measure import Summary, layer_means, summaries
+from ._tables import clean
 
 _ROWS = 40
 _COLUMNS = 2000
@@ -52,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     """Shows the files; the exit code."""
     if args.plot is not None and len(args.files) != 1:
         raise InvalidArgument(f"--plot: expected one FILE, found {len(args.files)}")
+    if args.plot is not None and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
+        raise InvalidArgument(
+            f"--plot {args.plot}: expected a name that ends in .png, .svg or .pdf"
+        )
     tokens = tokens_arg(args.tokens) if args.tokens is not None else None
 
     def look(path: str) -> int:
@@ -138,7 +143,7 @@ def _blocks(file: EnvelopeFile, n: int) -> Iterator[tuple[int, int, int, Summary
 
 def _print_text(file: EnvelopeFile, chain: _Chain | None, everything: bool) -> None:
     h, seal = file.header, file.seal
-    print(file.path)
+    print(clean(file.path))
     print(
         f"  envelope   version {h.version}, float16, {h.size_bytes:,} bytes\n"
         f"  blocks     {h.n_blocks:,} of {h.block_tokens} tokens, {h.block_bytes:,} bytes each\n"
@@ -229,8 +234,8 @@ def _plot(file: EnvelopeFile, image: str) -> None:
         axes.set_title(f"mean |{name}|", loc="left", fontsize=10)
         figure.colorbar(shown, ax=axes, pad=0.01)
     axes.set_xlabel("position")
-    figure.suptitle(os.path.basename(file.path), fontsize=11)
+    figure.suptitle(clean(os.path.basename(file.path)), fontsize=11)
     try:
         figure.savefig(image, dpi=120)
-    except ValueError as error:  # an ending that is no format
-        raise InvalidArgument(f"--plot {image}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"--plot {image}: {error.strerror or error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool import InvalidArgument, KvPoolError
 
 from ._replay_options import add_trace_options, at_least, positive, size, sizes, trace_stream
-from ._tables import progress, size_text
+from ._tables import clean, progress, size_text
 
 if TYPE_CHECKING:
     from kvpool.replay.study import Study
@@ -127,15 +128,35 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidArgument("--real-time needs --prefill-rate and --decode-rate, in tokens/s")
     if not args.real_time and (args.prefill_rate or args.decode_rate):
         raise InvalidArgument("--prefill-rate and --decode-rate are of --real-time")
-    if args.memory and not args.config:
+    if args.memory is not None and not args.config:
         raise InvalidArgument("--memory needs --config: without a model a block has no bytes")
-    if args.memory and args.blocks:
+    if args.memory is not None and args.blocks:
         raise InvalidArgument("--memory and --blocks both say how large the pool is: give one")
     for name in _policy_names(args):
         if name not in _POLICIES:
             raise InvalidArgument(f"--policies: {name!r}, expected some of {','.join(_POLICIES)}")
     if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
-        raise InvalidArgument(f"--plot {args.plot}: expected a name that ends in .png or .svg")
+        raise InvalidArgument(
+            f"--plot {args.plot}: expected a name that ends in .png, .svg or .pdf"
+        )
+    _check_outputs(args)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """What cannot be written is told before a trace is read for an hour."""
+    for option in ("csv", "report", "plot"):
+        path = getattr(args, option)
+        if path is None or (option == "csv" and path == "-"):
+            continue
+        folder = Path(path).parent
+        why = (
+            "no such folder" if not folder.is_dir()
+            else "it is a folder" if not path or Path(path).is_dir()
+            else "no permission" if not os.access(path if Path(path).exists() else folder, os.W_OK)
+            else None
+        )  # fmt: skip
+        if why is not None:
+            raise InvalidArgument(f"--{option} {path}: {why}")
 
 
 def _policy_names(args: argparse.Namespace) -> list[str]:
@@ -157,7 +178,7 @@ def _study(args: argparse.Namespace) -> Study:
             per_block = float(shape.bytes_per_token * trace.block_tokens)
         wanted = args.blocks or _DEFAULT_SIZES
         first = wanted[0] if args.blocks else 16384
-        if args.memory and per_block:
+        if args.memory is not None and per_block:
             first = int(args.memory // per_block)
             if first < 1:
                 raise InvalidArgument(
@@ -193,7 +214,7 @@ def _study(args: argparse.Namespace) -> Study:
             keep_names=args.policies != "none",
         )  # fmt: skip
         name = Path(trace.paths[0]).name if args.trace else trace.paths[0]
-        name += f" and {len(trace.paths) - 1} more" if len(trace.paths) > 1 else ""
+        name = clean(name) + (f" and {len(trace.paths) - 1} more" if len(trace.paths) > 1 else "")
         study = Study(
             name, trace.format, trace.block_tokens, trace.has_hashes, clocks, reuse, settings,
             main=wanted.index(first), problems=trace.problems, bytes_per_block=per_block,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool import InvalidArgument
 
 from ._replay_options import add_trace_options, at_least, size, trace_stream
-from ._tables import print_table, progress, size_text
+from ._tables import clean, print_table, progress, size_text
 
 if TYPE_CHECKING:
     from kvpool.replay import Reuse
@@ -150,9 +150,9 @@ def _bought(
     per_block = shape.bytes_per_token * block_tokens
     most = max(reuse.size_for(reuse.seen_before), reuse.longest) * per_block
     top = max(1, math.ceil(most / _GIB))
-    gibs: list[float] = [float(n) for n in range(1, top + 1)]
-    if top > 16:
-        gibs = [float(2**i) for i in range(math.ceil(math.log2(top)) + 1)]
+    gibs = [float(2**i) for i in range(math.ceil(math.log2(top)) + 1)]
+    if top <= 16:
+        gibs = [float(n) for n in range(1, top + 1)]
     if pool_bytes is not None:
         gibs = sorted({*gibs, pool_bytes / _GIB})
     floor = reuse.longest
@@ -184,9 +184,9 @@ def _bought(
 
 
 def _show(document: dict[str, Any]) -> None:
-    print(f"{document['model']}: {document['formula']}")
+    print(clean(f"{document['model']}: {document['formula']}"))
     for note in document["notes"]:
-        print(f"note: {note}")
+        print(clean(f"note: {note}"))
     if document["window_layers"]:
         print(
             f"note: {document['window_layers']} of {document['layers']} layers look back "

@@ -114,18 +114,19 @@ def _output(path: str | None) -> Any:
     if path == "-":
         yield sys.stdout
         return
+    if path.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError as error:
+            from kvpool.replay import MissingPackage
+
+            raise MissingPackage.of("zstandard", "zst files") from error
     try:
         with open(path, "wb") as raw:
             compressed: IO[bytes] | Any = raw
             if path.endswith(".gz"):
                 compressed = gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="")
             elif path.endswith(".zst"):
-                try:
-                    import zstandard
-                except ImportError as error:
-                    from kvpool.replay import MissingPackage
-
-                    raise MissingPackage.of("zstandard", "zst files") from error
                 compressed = zstandard.ZstdCompressor().stream_writer(raw, closefd=False)
             with io.TextIOWrapper(compressed, encoding="utf-8", write_through=False) as text:
                 yield text

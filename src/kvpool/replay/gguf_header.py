@@ -21,6 +21,7 @@ _SCALARS = {
     6: ("f", 4), 7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
 }  # fmt: skip
 _MAX_PAIRS, _MAX_STRING, _MAX_KEPT = 100_000, 1 << 24, 1024
+_MAX_BYTES = 1 << 28  # of all metadata: the largest vocabularies take a few megabytes
 
 
 def read_gguf(path: Path) -> dict[str, Any]:
@@ -51,6 +52,7 @@ class _Reader:
         for _ in range(n):
             key = self._string()
             found[key] = self._value(self._number("I", 4))
+            self._check_size()
         return found
 
     def _value(self, kind: int, depth: int = 0) -> Any:
@@ -70,6 +72,7 @@ class _Reader:
         if n > self._size:
             self._fail(f"an array of {n} elements")
         for _ in range(n):  # strings: a vocabulary
+            self._check_size()
             if element == 8:
                 self._skip(self._number("Q", 8))
             else:
@@ -95,6 +98,10 @@ class _Reader:
         if n > self._size - self._file.tell():
             self._fail("it ends in the middle of its metadata")
         self._file.seek(n, 1)
+
+    def _check_size(self) -> None:
+        if self._file.tell() > _MAX_BYTES:  # a file with holes is long for nothing
+            self._fail(f"more than {_MAX_BYTES} bytes of metadata")
 
     def _fail(self, why: str) -> Any:
         raise TraceError(f"{self._path}: no model file: {why}")

@@ -20,10 +20,11 @@ import numpy as np
 
 import kvpool
 
+from .errors import TraceError
 from .request import UNIT, Request, n_blocks_of
 from .result import Result
 
-__all__ = ["InFlight", "Served", "make_manager"]
+__all__ = ["InFlight", "Served", "at_least_one", "make_manager"]
 
 _SAMPLE = 16  # requests from one look at the pool to the next
 
@@ -49,6 +50,13 @@ def make_manager(n_blocks: int, watermark: int = 0) -> kvpool.BlockManager:
     return kvpool.BlockManager(pool, watermark=watermark)
 
 
+def at_least_one(**settings: int) -> None:
+    """Raises TraceError, which names the setting that is not."""
+    for name, value in settings.items():
+        if value < 1:
+            raise TraceError(f"{name} is {value}, expected at least 1")
+
+
 class InFlight:
     """Feed it batches of requests; ``result`` is right after each.
 
@@ -59,6 +67,8 @@ class InFlight:
         match_last: a prompt's last block may be hit too. Engines leave the last token to compute,
             so by default it is not.
         outputs: requests hold the blocks of their whole answer, too, from their start.
+
+    Raises TraceError for a setting below 1, and what the pool says about ``n_blocks``.
 
     >>> from kvpool.replay import make_request
     >>> clock = InFlight(8, 16, in_flight=1)
@@ -77,6 +87,7 @@ class InFlight:
         match_last: bool = False,
         outputs: bool = False,
     ) -> None:
+        at_least_one(block_tokens=block_tokens, in_flight=in_flight)
         self.manager = make_manager(n_blocks)
         self.result = Result("in flight", n_blocks, block_tokens)
         self._in_flight, self._match_last, self._outputs = in_flight, match_last, outputs

@@ -22,6 +22,7 @@ from .gguf_header import read_gguf
 __all__ = ["KV_DTYPES", "ModelShape", "read_shape"]
 
 KV_DTYPES = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1, "int8": 1}
+_MAX_CONFIG = 1 << 24  # bytes of a config.json
 _FULL = ("full_attention", "attention", "global", "global_attention")
 _SLIDING = ("sliding_attention", "local", "local_attention", "chunked_attention")
 _NO_CACHE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "moe", "mlp")
@@ -87,12 +88,18 @@ def read_shape(path: str, kv_dtype: str = "auto") -> ModelShape:
         file = file / "config.json"
     try:
         with file.open("rb") as opened:
-            begin = opened.read(4)
-        if begin == b"GGUF":
+            text = opened.read(4)
+            if text != b"GGUF":
+                text += opened.read(_MAX_CONFIG)
+        if text == b"GGUF":
             return _from_gguf(read_gguf(file), str(file), kv_dtype)
-        config = json.loads(file.read_text(encoding="utf-8"))
+        if len(text) > _MAX_CONFIG:
+            raise TraceError(f"{file}: no configuration: more than {_MAX_CONFIG} bytes")
+        config = json.loads(text.decode("utf-8"))
     except OSError as error:
         raise TraceError(f"{file}: {error.strerror or error}") from error
+    except TraceError:
+        raise
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{file}: neither JSON nor GGUF ({error})") from error
     if not isinstance(config, dict):
@@ -150,6 +157,10 @@ def _from_config(config: dict[str, Any], path: str, kv_dtype: str) -> ModelShape
             else f"{kv_heads} KV heads x ({dim} + {v_dim})"
         )
     full, sliding, window = _split(config, fields, layers, notes)
+    if shared >= full + sliding:
+        raise TraceError(
+            f"{path}: num_kv_shared_layers is {shared}, of {full + sliding} layers with a KV cache"
+        )
     cut = min(shared, sliding)  # which layers share is not told in one way: window ones first
     limit = fields.number("max_position_embeddings", "n_positions", "max_seq_len", default=2**30)
     return ModelShape(

@@ -25,7 +25,8 @@ import numpy as np
 
 import kvpool
 
-from .in_flight import Served, make_manager
+from .errors import TraceError
+from .in_flight import Served, at_least_one, make_manager
 from .request import UNIT, Request
 from .result import Result
 
@@ -59,6 +60,8 @@ class RealTime:
         watermark: blocks that new requests leave to running ones.
         speed: how many times faster than in the trace requests come.
 
+    Raises TraceError for a setting that makes no sense, and what the manager says about the rest.
+
     >>> from kvpool.replay import make_request
     >>> clock = RealTime(4, 16, prefill_rate=32, decode_rate=16)
     >>> _ = clock.feed([make_request(at, [1, 2], 32, 32) for at in (0.0, 0.5)])
@@ -78,6 +81,12 @@ class RealTime:
         watermark: int = 0,
         speed: float = 1.0,
     ) -> None:
+        at_least_one(block_tokens=block_tokens, max_running=max_running)
+        for name, rate in (("prefill_rate", prefill_rate), ("decode_rate", decode_rate)):
+            if not 1e-9 <= rate <= 1e12:  # times stay numbers that can be added up
+                raise TraceError(f"{name} is {rate}, expected 1e-9 to 1e12 tokens a second")
+        if not 1e-9 <= speed <= 1e9:
+            raise TraceError(f"speed is {speed}, expected 1e-9 to 1e9")
         self.manager = make_manager(n_blocks, watermark)
         self.result = Result("real time", n_blocks, block_tokens)
         self._prefill_rate, self._decode_rate = prefill_rate, decode_rate

@@ -66,7 +66,7 @@ def synthesize(
 ) -> Iterator[list[Request]]:
     """Batches of requests by arrival time: the same for the same arguments, on any machine.
 
-    Raises TraceError for an unknown workload.
+    Raises TraceError for an unknown workload, and a number out of range.
 
     >>> [first, *_], *_ = synthesize("shared", seed=3, requests=10)
     >>> len(first.ids) == -(-first.input_length // 16), first.session
@@ -74,6 +74,14 @@ def synthesize(
     """
     if workload != MIXED and workload not in WORKLOADS:
         raise TraceError(f"workload {workload!r}: expected {MIXED}, {', '.join(WORKLOADS)}")
+    for name, value, least in (
+        ("seed", seed, 0),
+        ("requests", requests, 0),
+        ("block_tokens", block_tokens, 1),
+        ("batch", batch, 1),
+    ):
+        if value < least:
+            raise TraceError(f"{name} is {value}, expected at least {least}")
     names = list(WORKLOADS) if workload == MIXED else [workload]
     streams = [
         _sessions(name, np.random.default_rng([seed, i]), block_tokens, i)

@@ -34,8 +34,10 @@ class LogHistogram:
         above = x[x > self.smallest]
         self.zeros += len(x) - len(above)
         if len(above):
-            bins = (np.log2(above / self.smallest) * self._PER_DOUBLING).astype(np.int64)
-            bins = np.minimum(bins, len(self.counts) - 1)
+            bins = np.log2(above / self.smallest) * self._PER_DOUBLING
+            bins = np.minimum(bins, len(self.counts) - 1).astype(
+                np.int64
+            )  # infinity is in the last
             self.counts += np.bincount(bins, minlength=len(self.counts))
 
     @property

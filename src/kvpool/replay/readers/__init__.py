@@ -16,11 +16,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import TraceError
-from ..request import Request
+from ..request import MAX_TOKENS, Request
 from .source import Problems, Source
 
 __all__ = ["FORMATS", "Trace", "open_trace"]
@@ -53,25 +54,32 @@ class Trace:
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         format: str | None = None,
         block_tokens: int | None = None,
         skip_bad: bool = False,
         synthetic_prefix: int = 0,
     ) -> None:
+        if isinstance(paths, (str, os.PathLike)):
+            paths = [os.fspath(paths)]
         if not paths:
             raise TraceError("no trace given")
+        if block_tokens is not None and not 1 <= block_tokens <= 2**20:
+            raise TraceError(f"block_tokens is {block_tokens}, expected 1 to {2**20}")
+        if not 0 <= synthetic_prefix <= MAX_TOKENS:
+            raise TraceError(f"synthetic_prefix is {synthetic_prefix}, expected 0 to {MAX_TOKENS}")
         self.problems = Problems(skip_bad)
-        self.paths = list(paths)
+        self.paths = [os.fspath(path) for path in paths]
         self._sources: list[Source] = []
         try:
-            for i, path in enumerate(paths):
+            for i, path in enumerate(self.paths):
                 self._sources.append(Source(path, i))
             firsts = [_FirstPiece(source) for source in self._sources]
             formats = [format or first.detect() for first in firsts]
-            if len(set(formats)) > 1:
-                raise TraceError(f"{paths[0]} is {formats[0]}, but {paths[-1]} {formats[-1]}")
+            for path, other in zip(self.paths, formats, strict=True):
+                if other != formats[0]:
+                    raise TraceError(f"{self.paths[0]} is {formats[0]}, but {path} {other}")
             self.format = formats[0]
             if self.format not in FORMATS:
                 raise TraceError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
@@ -113,8 +121,13 @@ class Trace:
         self.close()
 
 
-def open_trace(paths: Sequence[str], **options: Any) -> Trace:
-    """A :class:`Trace`; raises TraceError where a file cannot be read or its format not told."""
+def open_trace(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
+) -> Trace:
+    """A :class:`Trace` of one file or of several.
+
+    Raises TraceError where a file cannot be read or its format not told.
+    """
     return Trace(paths, **options)
 
 
@@ -162,8 +175,11 @@ class _FirstPiece:
             row = json.loads(self._line())
         except (ValueError, RecursionError):
             return None
-        events = row.get("events", [row]) if isinstance(row, dict) else row[1:2]
-        events = events[0] if isinstance(row, list) and events else events
+        events = None
+        if isinstance(row, dict):
+            events = row.get("events", [row])
+        elif isinstance(row, list) and len(row) > 1:
+            events = row[1]
         for event in events if isinstance(events, list) else ():
             size = event.get("block_size") if isinstance(event, dict) else None
             if isinstance(size, int) and 0 < size <= 2**20:

@@ -28,6 +28,7 @@ __all__ = ["AZURE", "BURSTGPT", "read_azure", "read_burstgpt"]
 
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
+_MAX_BLOCKS = 1 << 20  # that a batch holds in memory, but for its last request
 _MOMENT = re.compile(
     r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:?\d\d)?", re.ASCII
 )
@@ -60,6 +61,10 @@ def _moment(text: str) -> float:
     return moment + (float(fraction) if fraction else 0.0)
 
 
+def _fields(line: str) -> list[str]:
+    return next(csv.reader([line])) if '"' in line else line.split(",")
+
+
 def _length(text: str, name: str, minimum: int) -> int:
     value = int(float(text)) if "." in text else int(text)
     if not minimum <= value <= MAX_TOKENS:
@@ -82,11 +87,16 @@ def _read(
     shared = np.arange(2**62, 2**62 + synthetic_prefix // block_tokens, dtype=np.uint64)
     for piece in source.pieces():
         batch: list[Request] = []
+        held = 0
         lines = piece.data.decode("utf-8", "replace").split("\n")
         for number, line in enumerate(lines, start=piece.line):
             if not line.strip():
                 continue
-            fields = line.rstrip("\r").split(",") if '"' not in line else next(csv.reader([line]))
+            try:
+                fields = _fields(line.rstrip("\r"))
+            except csv.Error as error:
+                problems.add(source.path, number, str(error))
+                continue
             if number == 1 and fields[0].strip("\ufeff ").lower() == "timestamp":
                 fields[0] = header[0]
                 at = {name.strip(): i for i, name in enumerate(fields)}
@@ -111,7 +121,11 @@ def _read(
             same = min(len(shared), n_in // block_tokens)
             ids[:same] = shared[:same]
             serial += n
+            held += n
             session = fields[at["Session ID"]] if "Session ID" in at else None
             batch.append(make_request(arrival, ids, n_in, n_out, session=session))
+            if held >= _MAX_BLOCKS:  # a line of 50 bytes may be a prompt of millions of blocks
+                yield batch
+                batch, held = [], 0
         if batch:
             yield batch

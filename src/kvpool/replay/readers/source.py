@@ -74,7 +74,11 @@ class Source:
         try:
             self._file: Any = _decompressed(buffered, path)
         except OSError as error:
+            self.close()
             raise TraceError(f"{path}: {error.strerror or error}") from error
+        except MissingPackage:
+            self.close()
+            raise
 
     @property
     def position(self) -> int:
@@ -138,8 +142,45 @@ def _decompressed(file: Any, path: str) -> Any:
             import zstandard
         except ImportError as error:
             raise MissingPackage.of("zstandard", f"{path}: zstd files") from error
-        return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        return _Zstd(file, zstandard)
     return file
+
+
+class _Zstd:
+    """A zstd file that says so where it was cut: the package takes that for the end.
+
+    A frame of our own is read behind the file, a line of spaces that no format minds. It comes out
+    only when the last frame before it is whole.
+    """
+
+    _MARK = b"\n" + 30 * b" " + b"\n"
+
+    def __init__(self, file: Any, zstandard: Any) -> None:
+        both = _Then(file, io.BytesIO(zstandard.compress(self._MARK)))
+        self._frames = zstandard.ZstdDecompressor().stream_reader(both, read_across_frames=True)
+        self._tail = b""
+
+    def read(self, n: int) -> bytes:
+        data: bytes = self._frames.read(n)
+        if not data and self._tail != self._MARK:
+            raise EOFError("it ends within a zstd frame")
+        self._tail = (self._tail + data[-len(self._MARK) :])[-len(self._MARK) :]
+        return data
+
+
+class _Then:
+    """One file, and then another."""
+
+    def __init__(self, *files: Any) -> None:
+        self._files = list(files)
+
+    def read(self, n: int) -> bytes:
+        while self._files:
+            data: bytes = self._files[0].read(n)
+            if data:
+                return data
+            del self._files[0]
+        return b""
 
 
 def _zstd_error() -> type[BaseException]:

@@ -111,7 +111,7 @@ def read_events(source: Source, problems: Problems, block_tokens: int) -> Iterat
     def why_bad(row: Any) -> str | None:
         try:
             ts, events = _events(row)
-        except (msgspec.ValidationError, IndexError, TypeError) as error:
+        except (msgspec.ValidationError, IndexError, TypeError, ValueError, OverflowError) as error:
             return f"no batch of KV events: {error}"
         if not abs(ts) < 1e18:
             return f"ts is {ts}"
@@ -156,13 +156,15 @@ def _apply(parents: dict[int, int | None], event: Any) -> Any:
     elif names:
         before = None if event.parent_block_hash is None else _name(event.parent_block_hash)
         prefix: list[int] = []
-        at, seen = before, 0
-        while at is not None and seen <= MAX_TOKENS:  # a log that goes in circles ends here
+        at = before
+        while at is not None:
             prefix.append(at)
             at = parents.get(at)
-            seen += 1
+        above = set(prefix)
         for name in names:
-            parents[name] = before
+            if name not in above:  # else the log goes in circles, which no chain of hashes does
+                parents[name] = before
+            above.add(name)
             before = name
         return np.array([*reversed(prefix), *names], np.uint64)
     return None
