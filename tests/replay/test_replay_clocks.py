@@ -57,6 +57,14 @@ def test_a_request_in_flight_holds_its_blocks_until_it_is_the_oldest() -> None:
     assert (clock.result.rejected, clock.result.requests) == (1, 5)
 
 
+def test_at_the_end_of_a_trace_nothing_is_held() -> None:
+    clock = InFlight(8, 16, in_flight=3, outputs=True)
+    clock.feed([request(1, 2, n=2), request(1, 3)])
+    assert clock.manager.pool.stats.used == 3
+    clock.finish()
+    assert (clock.manager.pool.stats.used, clock.manager.stats.n_seqs) == (0, 0)
+
+
 def test_outputs_take_room_in_flight_and_forks_share_the_prompt() -> None:
     clock = InFlight(20, 16, in_flight=4, outputs=True)
     clock.feed([request(1, 2, 3, length=40, out=40, n=2)])
@@ -129,6 +137,7 @@ def test_forks_copy_the_partial_block_and_grow_apart() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
+    """A clock without a request in flight would have no oldest one to end."""
     for name in ("in_flight", "block_tokens"):
         with pytest.raises(TraceError, match=f"{name} is 0, expected at least 1"):
             InFlight(8, **{"block_tokens": 16, name: 0})

@@ -116,6 +116,23 @@ def test_ages_retention_and_lifetimes_are_those_of_the_stamps() -> None:
     assert lifetimes.quantile(0.5) == pytest.approx(129, rel=0.1)
 
 
+@pytest.mark.parametrize("times", [[0.0] * 4, [5.0, 2.0, 5.0, 3.0], [0.0, 1.0, 0.0, 1.0]])
+def test_what_is_used_once_is_told_without_times_and_with_times_that_fall(
+    times: list[float],
+) -> None:
+    reuse = Reuse(match_last=True)
+    prompts = [(1, 2), (1, 3), (4,), (1, 2)]
+    requests = [request(*ids, at=at) for ids, at in zip(prompts, times, strict=True)]
+    reuse.feed(Served(requests[:2], [0, 1], times[:2]))
+    reuse.feed(Served(requests[2:], [0, 2], times[2:]))
+    lifetimes, once = reuse.lifetimes()
+    assert (once, lifetimes.total) == (2, 2)  # 3 and 4; 1 and 2
+    assert reuse.distinct == 4
+    ages = [times[1] - times[0], times[3] - times[1], times[3] - times[0]]
+    assert reuse.age_s.total == 3
+    assert reuse.age_s.zeros == sum(age <= 0 for age in ages)
+
+
 def test_prefixes_and_sessions_are_counted() -> None:
     reuse = Reuse(match_last=True)
     a = make_request(0.0, [1, 2, 3, 4], 64, session="a")

@@ -57,7 +57,7 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
     One that a terminal is too narrow for is turned on its side, or else wraps: no number is cut.
     """
-    rows = [[clean(cell) for cell in row] for row in rows]
+    title, rows = clean(title), [[clean(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         try:
             from rich.box import SIMPLE_HEAD
@@ -74,7 +74,9 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
                 title_justify="left", title_style="bold",
             )  # fmt: skip
             for i, name in enumerate(head):
-                table.add_column(Text(name), justify="right" if i and name else "left")
+                table.add_column(
+                    Text(name), justify="right" if i and (name or not any(head)) else "left"
+                )
             for row in rows:
                 table.add_row(*(Text(cell) for cell in row))
             console.width = max(console.width, width)

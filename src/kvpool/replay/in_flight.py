@@ -172,7 +172,9 @@ class InFlight:
         return Served(batch, hits, [request.arrival_s for request in batch])
 
     def finish(self) -> Served:
-        """The end of the trace."""
+        """The end of the trace: nothing runs any more."""
+        while self._running:
+            self._running.popleft().free()
         return Served([], [], [])
 
 

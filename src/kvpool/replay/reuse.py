@@ -79,6 +79,7 @@ class Reuse:
         self._counts: NDArray[np.int64] = np.zeros(1024, np.int64)  # by depth
         self._chunks: list[NDArray[np.uint64]] | None = [] if keep_names else None
         self._lengths: list[int] = []
+        self._times: NDArray[np.float64] = np.full(1024, np.nan)  # of each request
 
     def feed(self, served: Served) -> None:
         """Takes these requests in, after those before."""
@@ -92,10 +93,11 @@ class Reuse:
         lengths = [len(request.units) // UNIT for request in requests]
         units = np.concatenate([request.units for request in requests])
         times = np.asarray(at, np.float64)
-        names, depths, last = self.stack.use_batch(units, lengths, times, UNIT)
+        numbers = self._note_times(times)
+        names, depths, last = self.stack.use_batch(units, lengths, numbers, UNIT)
         n = np.array(lengths)
         ends = np.cumsum(n)
-        ages = np.repeat(times, n) - last
+        ages = np.repeat(times, n) - self._time_of(last)
         place = np.arange(len(names)) - np.repeat(ends - n, n)  # of each block in its prompt
         if not self.match_last:
             depths[ends[n > 0] - 1] = 0
@@ -118,6 +120,19 @@ class Reuse:
             self._lengths += lengths
             if self.blocks > _MAX_NAMES:
                 self._chunks, self._lengths = None, []
+
+    def _note_times(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The numbers of these requests. The stack is given those and not times, of which a trace
+        may have none, or the same ones twice."""
+        begin, end = self.requests, self.requests + len(times)
+        while end >= len(self._times):  # the last place stays NaN
+            self._times = np.concatenate([self._times, np.full(len(self._times), np.nan)])
+        self._times[begin:end] = times
+        return np.arange(begin, end, dtype=np.float64)
+
+    def _time_of(self, numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+        """When these requests came; NaN for NaN."""
+        return self._times[np.nan_to_num(numbers, nan=-1).astype(np.int64)]
 
     def _count(self, depths: NDArray[np.uint64]) -> None:
         found = depths[depths > 0].astype(np.int64)
@@ -153,7 +168,7 @@ class Reuse:
     def _sample(self, at: float) -> None:
         for size, histogram in self.retention_s.items():
             _, _, last = self.stack.read(size, 1)
-            histogram.add(at - last)
+            histogram.add(at - self._time_of(last))
 
     # ---- what it comes to --------------------------------------------------------------------
 
@@ -188,7 +203,7 @@ class Reuse:
             _, first, last = self.stack.read(depth, 1 << 20)
             again = last > first
             once += int((~again).sum())
-            histogram.add((last - first)[again])
+            histogram.add((self._time_of(last) - self._time_of(first))[again])
         return histogram, once
 
     def top_prefixes(self, n: int) -> list[dict[str, Any]]:
