@@ -239,6 +239,9 @@ def test_an_answer_with_tokens_that_are_none_is_told(tiny: Any) -> None:
         (["serve", "--token-file", "no-such"], "--token-file no-such"),
         (["push", "--tls-key", "x"], "--tls-cert and --tls-key go together"),
         (["push", "--prompt", " "], "the text is empty"),
+        # Before the model is loaded, which would say that there is none:
+        (["push", "--to", "127.0.0.1:1", "--model", "no-such", "--prompt", "x"], "UNAVAILABLE"),
+        (["serve", "--metrics", "here", "--model", "no-such"], "expected HOST:PORT"),
     ],
 )
 def test_what_is_wrong_with_the_command_line(args: list[str], text: str) -> None:

@@ -89,13 +89,14 @@ def run(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         check = stack.enter_context(_patient_interrupts())
+        client = stack.enter_context(KvClient(args.to, tls=tls, token=token))
+        client.has_blocks([0])  # who is not there, or knows us not, is told before anything is slow
         show = stack.enter_context(make_show(args.json))
         model, tokenizer, name, root = load(args, show, check)
         prompts = [tokenizer.chat(text, args.system) for text in texts]
         manager = _manager(args, model, prompts)
         stack.enter_context(manager.pool)
         stack.enter_context(manager)
-        client = stack.enter_context(KvClient(args.to, tls=tls, token=token))
         side = _Side(args, model, tokenizer, manager, client, root, check)
         answers = [side.answer(*pair) for pair in zip(texts, prompts, strict=True)]
         if args.json:

@@ -265,6 +265,7 @@ def run(args: argparse.Namespace) -> int:
     token = read_token(args.token_file)
     check_address(args.listen, tls, token, args.insecure)  # before a model is loaded
     limits = Limits(ttl_s=args.ttl)
+    metrics = None if args.metrics is None else _host_port("--metrics", args.metrics)
     from ._show import make_show
 
     with ExitStack() as stack:
@@ -285,8 +286,8 @@ def run(args: argparse.Namespace) -> int:
         keep_freed_memory()
         receiver = KvReceiver(manager, limits=limits)
         stack.callback(receiver.close)
-        if args.metrics is not None:
-            stack.callback(_serve_metrics(args.metrics, manager, receiver))
+        if metrics is not None:
+            stack.callback(_serve_metrics(*metrics, manager, receiver))
         desk = _Desk(root, name, model.config.vocab_size)
         server = KvServer(
             receiver,
@@ -324,7 +325,16 @@ def _manager(args: argparse.Namespace, cfg: Any) -> BlockManager:
     return _make_manager(args, cfg, n_blocks, n_blocks // 100)
 
 
-def _serve_metrics(address: str, manager: BlockManager, receiver: Any) -> Callable[[], None]:
+def _host_port(option: str, address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port[:6]) < 2**16):
+        raise KvPoolError(f"{option} {address}: expected HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _serve_metrics(
+    host: str, port: int, manager: BlockManager, receiver: Any
+) -> Callable[[], None]:
     """Starts a Prometheus endpoint; what stops it."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -332,16 +342,13 @@ def _serve_metrics(address: str, manager: BlockManager, receiver: Any) -> Callab
         from kvpool.metrics import KVCollector, TransferCollector
     except ImportError as error:
         raise KvPoolError("--metrics needs pip install 'kvpool[metrics]'") from error
-    host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
     KVCollector(manager.pool, manager, registry=registry)
     TransferCollector(receiver=receiver, registry=registry)
     try:
-        server, _ = start_http_server(int(port), addr=host or "127.0.0.1", registry=registry)
-    except (ValueError, OverflowError) as error:
-        raise KvPoolError(f"--metrics {address}: expected HOST:PORT") from error
+        server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise KvPoolError(f"--metrics {address}: {error.strerror or error}") from error
+        raise KvPoolError(f"--metrics {host}:{port}: {error.strerror or error}") from error
 
     def stop() -> None:
         server.shutdown()
