@@ -13,19 +13,10 @@ import grpc
 from .. import Sequence
 from . import handover_pb2 as handover_pb
 from . import kv_transfer_pb2 as pb
-from .client import (
-    Attempt,
-    Course,
-    Tally,
-    check_ack,
-    check_handle,
-    check_names,
-    check_present,
-    handover_message,
-    refused,
-)
+from .client import Attempt, Course, Tally, check_ack, check_present, refused
 from .handover import Answer, Handover
 from .limits import KV_FORMAT, TransferRefused, TransferStats
+from .sender import check_handle, check_names
 from .settings import HANDOVER, SERVICE, ClientSettings, ClientTls, PushResult, token_metadata
 
 __all__ = ["AioKvClient"]
@@ -146,7 +137,7 @@ class AioKvClient:
         self, request: Handover, timeout_s: float | None = None
     ) -> AsyncIterator[Answer]:
         """See ``KvClient.hand_over``."""
-        call = self._continue(handover_message(request), timeout=timeout_s, metadata=self._metadata)
+        call = self._continue(request.to_message(), timeout=timeout_s, metadata=self._metadata)
         try:
             async for reply in call:
                 yield Answer(list(reply.tokens), reply.finish)

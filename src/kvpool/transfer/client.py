@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import random
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
 
 from .. import Sequence
-from ..errors import ArgumentTypeError, InvalidArgument
+from ..errors import InvalidArgument
 from . import handover_pb2 as handover_pb
 from . import kv_transfer_pb2 as pb
 from .handover import Answer, Handover
-from .limits import KV_FORMAT, TransferRefused, TransferStats, handle_fault
-from .sender import Plan, messages
+from .limits import KV_FORMAT, TransferRefused, TransferStats
+from .sender import Plan, check_handle, check_names, messages
 from .settings import HANDOVER, SERVICE, ClientSettings, ClientTls, PushResult, token_metadata
 
 __all__ = ["KvClient", "push"]
@@ -39,40 +37,6 @@ def check_ack(ack: pb.KvAck, handle_id: str, n_sent: int, n_deduped: int) -> Non
         raise TransferRefused(
             "INTERNAL", f"the ack says {found}, expected {(handle_id, n_sent, n_deduped)}"
         )
-
-
-def check_names(hashes: Iterable[int]) -> list[int]:
-    """Names as a list of integers that fit into the message."""
-    names = []
-    for i, name in enumerate(hashes):
-        try:
-            names.append(operator.index(name))
-        except TypeError as error:
-            raise ArgumentTypeError(
-                f"hashes[{i}]: expected an integer, found {type(name).__name__}"
-            ) from error
-        if not 0 <= names[-1] < 2**64:
-            raise InvalidArgument(
-                f"hashes[{i}]: expected an integer from 0 to {2**64 - 1}, found {name}"
-            )
-    return names
-
-
-def check_handle(handle_id: str | None) -> str:
-    """A handle that can be sent; a new one for None."""
-    if handle_id is None:
-        return uuid.uuid4().hex
-    if (fault := handle_fault(handle_id)) is not None:
-        raise InvalidArgument(fault)
-    return handle_id
-
-
-def handover_message(request: Handover) -> handover_pb.ContinueRequest:
-    """InvalidArgument for what the message has no room for."""
-    try:
-        return request.to_message()
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"Handover: {error}") from error
 
 
 class Tally:
@@ -366,7 +330,7 @@ class KvClient:
             TransferRefused: NOT_FOUND for a handle that is gone, DATA_LOSS for tokens that the
                 blocks are not of, UNIMPLEMENTED where nobody generates, or what the engine says.
         """
-        call = self._continue(handover_message(request), timeout=timeout_s, metadata=self._metadata)
+        call = self._continue(request.to_message(), timeout=timeout_s, metadata=self._metadata)
         try:
             for reply in call:
                 yield Answer(list(reply.tokens), reply.finish)

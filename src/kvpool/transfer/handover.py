@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .. import Sequence
+from ..errors import InvalidArgument
 from .handover_pb2 import ContinueRequest
 from .limits import TransferRefused
 
@@ -48,8 +49,15 @@ class Handover:
     top_p: float = 1.0
 
     def to_message(self) -> ContinueRequest:
-        """The protobuf message."""
-        return ContinueRequest(**vars(self))
+        """The protobuf message.
+
+        Raises:
+            InvalidArgument: a field has no room in it, or is of another type.
+        """
+        try:
+            return ContinueRequest(**vars(self))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"Handover: {error}") from error
 
     @classmethod
     def of(cls, message: ContinueRequest) -> Handover:

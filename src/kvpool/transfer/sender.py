@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+import uuid
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Row
 from typing import NamedTuple
 
 from .. import Sequence, block_hashes
-from ..errors import InvalidArgument
+from ..errors import ArgumentTypeError, InvalidArgument
 from ._chunk import ENVELOPE_CRC, Chunk, decode_chunk, frame
-from .limits import KV_FORMAT, MAX_PAYLOAD_BYTES
+from .limits import KV_FORMAT, MAX_PAYLOAD_BYTES, handle_fault
 
 __all__ = ["Plan", "chunks", "messages"]
 
@@ -84,3 +86,29 @@ def chunks(handle_id: str, seq: Sequence, present: Row[bool] = ()) -> Iterator[C
     >>> seq.free()
     """
     return (decode_chunk(data) for data, _ in messages(handle_id, seq, Plan.of(seq), present))
+
+
+def check_names(hashes: Iterable[int]) -> list[int]:
+    """Names as a list of integers that fit into the message."""
+    names = []
+    for i, name in enumerate(hashes):
+        try:
+            names.append(operator.index(name))
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"hashes[{i}]: expected an integer, found {type(name).__name__}"
+            ) from error
+        if not 0 <= names[-1] < 2**64:
+            raise InvalidArgument(
+                f"hashes[{i}]: expected an integer from 0 to {2**64 - 1}, found {name}"
+            )
+    return names
+
+
+def check_handle(handle_id: str | None) -> str:
+    """A handle that can be sent; a new one for None."""
+    if handle_id is None:
+        return uuid.uuid4().hex
+    if (fault := handle_fault(handle_id)) is not None:
+        raise InvalidArgument(fault)
+    return handle_id
