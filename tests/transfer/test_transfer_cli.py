@@ -212,6 +212,26 @@ def tokens_that_are_none(server: Server, model: str) -> None:
                 assert "the model has 0 to" in caught.value.details
 
 
+def test_a_caller_that_waits_for_its_turn_hears_of_it_and_can_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC notices that a caller has gone when something is sent to it. Here others come first."""
+    from kvpool.cli import serve
+    from kvpool.transfer import Handover
+    from kvpool.transfer.handover import Answer
+
+    monkeypatch.setattr(serve, "_SIGN_S", 0.01)
+    desk = serve._Desk(7, "model", 100)
+    answers = desk.generate(Handover("a", [1], 7, [2]), None)  # type: ignore[arg-type]
+    assert [next(answers), next(answers)] == [Answer([]), Answer([])]
+    job = desk.inbox.get()
+    assert job is not None
+    assert not job.cancelled
+    job.ended.set()  # as the engine does when it has seen that
+    answers.close()  # type: ignore[attr-defined]
+    assert job.cancelled
+
+
 def test_an_answer_with_tokens_that_are_none_is_told(tiny: Any) -> None:
     """The other side may be anything that speaks the protocol."""
     import kvpool

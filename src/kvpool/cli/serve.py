@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from kvpool.transfer.handover import Answer, Handover
 
 
+_SIGN_S = 1.0  # between two parts of an answer
+
+
 def add_command(commands: Any) -> None:
     """Adds ``serve`` to the command line."""
     parser = commands.add_parser(
@@ -83,8 +86,10 @@ class _Desk:
         self._root, self._model_name, self._vocab_size = root, model_name, vocab_size
 
     def generate(self, handover: Handover, sequence: Sequence) -> Iterator[Answer]:
-        """For the server: the answer, as the engine makes it."""
+        """For the server: the answer, as the engine makes it; a part without tokens once a second
+        while there is nothing of it, as when others come first."""
         from kvpool.transfer import TransferRefused
+        from kvpool.transfer.handover import Answer
 
         if handover.namespace != self._root:
             raise TransferRefused(
@@ -104,7 +109,11 @@ class _Desk:
             self.inbox.put(job)
         try:
             while True:
-                part = job.out.get()
+                try:
+                    part = job.out.get(timeout=_SIGN_S)
+                except queue.Empty:
+                    yield Answer([])  # finds out whether the caller is still there
+                    continue
                 if isinstance(part, Exception):
                     raise part
                 yield part

@@ -88,7 +88,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class Answer:
-    """A part of an answer: the next tokens, and in the last one why it ends."""
+    """A part of an answer: the next tokens, or none yet, and in the last one why it ends."""
 
     tokens: list[int]
     finish: str = ""
