@@ -333,6 +333,11 @@ TL_TEST(a_trace_that_makes_no_sense_is_refused) {
     starts[0] = 0;
     starts[1] = 0;
     TL_STATUS(tl_policy_hits(TL_POLICY_LRU, &t, 2, 0, 1, &hits), TL_OK);
+    const uint64_t falling[3] = {0, (uint64_t)1 << 40, 3}; /* told before blocks[3] is read */
+    t.starts = falling;
+    t.n_requests = 2;
+    TL_STATUS(tl_policy_hits(TL_POLICY_LRU, &t, 2, 0, 1, &hits), TL_EINVAL);
+    TL_CHECK(strstr(tl_last_error(), "starts[2] falls") != NULL);
     t.parents = NULL;
     TL_STATUS(tl_policy_hits(TL_POLICY_LRU, &t, 2, 0, 1, &hits), TL_EINVAL);
 }

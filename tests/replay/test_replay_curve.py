@@ -19,6 +19,7 @@ from kvpool.replay import (
     Reuse,
     ReuseStack,
     Served,
+    TraceError,
     make_plan,
     make_request,
     open_trace,
@@ -168,8 +169,13 @@ def test_arrays_that_describe_no_trace_are_refused() -> None:
         policy_hits(7, [0], [0, 1], [none], 2)
     with pytest.raises(ValueError, match="must follow its parent"):
         policy_hits(0, [0, 1], [0, 2], [none, none], 2)
+    with pytest.raises(ValueError, match=r"starts\[2\] falls"):
+        policy_hits(0, [0], [0, 2**40, 1], [none], 2)
     with pytest.raises(ValueError, match="max_keys"):
         ReuseStack(0)
+    for ids in ([-1], [2**64], "ab", [None]):
+        with pytest.raises(TraceError, match="ids: expected integers"):
+            make_request(0.0, ids, 16)
     assert make_plan(Names(np.zeros(0, np.uint64), np.zeros(1, np.uint64))).blocks.size == 0
 
 

@@ -388,11 +388,14 @@ static tl_status check_trace(const tl_trace *t) {
         return tl_fail(TL_EINVAL, "tl_policy_hits: trace: %llu requests from use %llu on",
                        (unsigned long long)t->n_requests, (unsigned long long)t->starts[0]);
     }
+    /* All of them before any block is read: only the last one says how many blocks there are. */
     for (uint64_t r = 0; r < t->n_requests; r++) {
         if (t->starts[r + 1] < t->starts[r]) {
             return tl_fail(TL_EINVAL, "tl_policy_hits: trace: starts[%llu] falls",
                            (unsigned long long)r + 1);
         }
+    }
+    for (uint64_t r = 0; r < t->n_requests; r++) {
         uint32_t parent = NONE;
         for (uint64_t i = t->starts[r]; i < t->starts[r + 1]; i++) {
             const uint32_t node = t->blocks[i];

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import TraceError
+
 __all__ = ["MAX_TOKENS", "UNIT", "Request", "make_request", "n_blocks_of"]
 
 MAX_TOKENS = 2**27  # of a prompt or an answer: a line that says more is wrong
@@ -42,13 +44,16 @@ class Request(NamedTuple):
 def make_request(
     arrival_s: float, ids: Any, input_length: int, output_length: int = 0, **more: Any
 ) -> Request:
-    """A Request from the ids of its blocks, 0 to 2**64 - 1.
+    """A Request from the ids of its blocks, 0 to 2**64 - 1; raises TraceError for others.
 
     >>> request = make_request(0.0, [7, 8], 24)
     >>> request.ids.tolist(), request.n_blocks, request.n
     ([7, 8], 2, 1)
     """
-    units = np.ascontiguousarray(ids, np.uint64).view(np.uint32)
+    try:
+        units = np.ascontiguousarray(ids, np.uint64).view(np.uint32)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise TraceError(f"ids: expected integers of 0 to 2**64 - 1: {error}") from error
     return Request(arrival_s, units, input_length, output_length, **more)
 
 
