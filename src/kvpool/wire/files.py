@@ -40,7 +40,8 @@ class EnvelopeFile:
     """A file that holds an envelope, sealed or not: its header now, the rest when it is asked for.
 
     Opening reads the first bytes and holds them to rules 1 and 2 (and the seal, if there is one, to
-    its own); ``verify`` does the rest. A context manager.
+    its own); ``verify`` does the rest. A context manager. It reads into one buffer: one thread at a
+    time.
 
     Raises:
         CorruptEnvelope: the beginning is no envelope's.
