@@ -99,7 +99,7 @@ class LevelStats:
     last_error: str
     """The text of the latest error; empty if there was none."""
     tier: TierStats
-    """What the tier itself tells."""
+    """What the tier itself tells; while it is left alone, what it told before."""
 
 
 class Slot:
@@ -206,7 +206,7 @@ class Level:
         self._n: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._get_s, self._put_s = _Recorder(), _Recorder()
-        self._last_error = ""
+        self._last_error, self._tier_stats = "", TierStats()
         self._threads = [
             threading.Thread(target=target, name=f"kvpool-{name}-{what}", daemon=True)
             for target, what in ((self._read_loop, "get"), (self._write_loop, "put"))
@@ -385,11 +385,12 @@ class Level:
 
     def stats(self) -> LevelStats:
         """A snapshot."""
-        try:
-            tier = self.tier.stats()
-        except Exception as error:
-            tier = TierStats(counts={f"stats failed: {type(error).__name__}": 1})
         is_healthy = self.can_read()
+        if is_healthy:  # one that hangs might hang here, too
+            try:
+                self._tier_stats = self.tier.stats()
+            except Exception as error:
+                self.note(f"stats: {type(error).__name__}: {error}")
         with self._lock:
             n = self._n
             return LevelStats(
@@ -409,7 +410,7 @@ class Level:
                 get_seconds=self._get_s.snapshot(),
                 put_seconds=self._put_s.snapshot(),
                 last_error=self._last_error,
-                tier=tier,
+                tier=self._tier_stats,
             )
 
     def stop_reading(self) -> None:
