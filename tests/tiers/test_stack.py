@@ -364,8 +364,10 @@ def test_a_tier_that_hangs_costs_one_deadline() -> None:
         level._blocked_until = 0.0
         n = len(tier.calls)
         for _ in range(3):
+            level._blocked_until = 0.0
             engine.forget()
             assert engine.answer(PROMPT) == 0
+        assert engine.stats.timeouts == 1
         assert ("get", 4) not in tier.calls[n:]  # it still hangs, and is not asked again
         assert not engine.stats.is_healthy
         let_go.set()
