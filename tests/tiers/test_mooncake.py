@@ -17,6 +17,7 @@ from kvpool.tiers import open_tier
 
 pytest.importorskip("mooncake.store", reason="Mooncake is not installed", exc_type=ImportError)
 
+from faults import FAULTS
 from mooncake_scenes import SCENES
 
 NAMESPACES = ["unshare", "--net", "--pid", "--fork", "--kill-child"]
@@ -32,7 +33,7 @@ def why_no_namespaces() -> str:
     return run.stderr if run.returncode else ""
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", [*SCENES, *FAULTS])
 def test_scene(scene: str) -> None:
     if why_no_namespaces():
         pytest.skip(f"no network namespace: {why_no_namespaces()}")
@@ -58,7 +59,8 @@ def test_wrong_urls_name_what_is_wrong() -> None:
         ("mooncake:", "expected mooncake://host:port"),
         ("mooncake://a/b", "expected mooncake://host:port"),
         ("mooncake://a?segment=much", "segment: expected a size"),
-        ("mooncake://a?buffer=0", "segment and buffer: expected"),
+        ("mooncake://a?segment=1MiB", "segment: expected 0 or at least 16 MiB, found 1048576"),
+        ("mooncake://a?buffer=0", "buffer: expected at least 1 byte"),
         ("mooncake://a?replicas=0", "replicas: expected 1 to 64, found 0"),
         ("mooncake://a?timeout=0", "timeout: expected more than 0"),
         ("mooncake://a?ttl=1", "unknown option ttl"),

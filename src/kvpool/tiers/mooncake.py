@@ -55,6 +55,7 @@ __all__ = ["MooncakeTier", "open_url"]
 # Codes of the store.
 _NO_SPACE, _INVALID, _MISSING, _RPC_FAILED = -200, -600, -704, -900
 
+_LEAST_SEGMENT = 16 << 20  # the store's own limit
 _STAGING_BYTES = 8 << 20  # registered memory, for each direction; more if a record needs it
 
 
@@ -86,7 +87,8 @@ class MooncakeTier(Tier):
         host, port: of the master.
         hostname: the address at which other engines reach this one; by default that of the
             interface which leads to the master.
-        segment_bytes: memory that this engine lends; it is gone with the engine.
+        segment_bytes: memory that this engine lends, 16 MiB or more, or 0. It is gone with the
+            engine.
         buffer_bytes: the client's own buffer.
         metadata: the metadata server, or ``P2PHANDSHAKE`` for none.
         protocol, devices: ``tcp``, or ``rdma`` and its devices.
@@ -112,11 +114,10 @@ class MooncakeTier(Tier):
         replicas: int = 1,
         timeout_s: float = 2.0,
     ) -> None:
-        if segment_bytes < 0 or buffer_bytes <= 0:
-            raise InvalidArgument(
-                f"segment and buffer: expected 0 and 1 byte or more, found {segment_bytes} and "
-                f"{buffer_bytes}"
-            )
+        if segment_bytes != 0 and segment_bytes < _LEAST_SEGMENT:
+            raise InvalidArgument(f"segment: expected 0 or at least 16 MiB, found {segment_bytes}")
+        if buffer_bytes <= 0:
+            raise InvalidArgument(f"buffer: expected at least 1 byte, found {buffer_bytes}")
         if not 1 <= replicas <= 64:
             raise InvalidArgument(f"replicas: expected 1 to 64, found {replicas}")
         if not 0 < timeout_s < 1e9:
