@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tier_servers import Process, start_valkey
+from tier_servers import Process, SeaweedFs, start_valkey
 from tier_support import Engine
 
 from kvpool.tiers import Key, MemoryTier, Tier, TierStack, TierStats, open_tier
@@ -115,6 +115,23 @@ class Valkey(Backend):
         client.config_set("maxmemory", 1)
         yield
         client.config_set("maxmemory", 0)
+
+
+class S3(Backend):
+    """A place in a bucket. ``full`` is not asked of it: an object store has no end."""
+
+    def __init__(self, server: SeaweedFs, prefix: str) -> None:
+        self.server, self.prefix = server, prefix
+
+    def open(self) -> Tier:
+        assert self.server is not None
+        endpoint = f"http://127.0.0.1:{self.server.port}"
+        return open_tier(f"s3://blocks/{self.prefix}?endpoint={endpoint}&timeout=20")
+
+    def close(self) -> None:
+        assert self.server is not None
+        if self.server.process.poll() is not None:
+            self.server.start()  # the next test has it too
 
 
 @contextlib.contextmanager

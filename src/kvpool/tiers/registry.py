@@ -27,6 +27,7 @@ SCHEMES = MappingProxyType(
         "mooncake": "mooncake",
         "redis": "valkey",
         "rediss": "valkey",
+        "s3": "s3",
         "valkey": "valkey",
         "valkeys": "valkey",
     }
