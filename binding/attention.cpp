@@ -71,7 +71,7 @@ std::shared_ptr<tl_pool> threads_arg(nb::handle threads) {
     if (threads.is_none()) {
         return nullptr;
     }
-    if (!nb::isinstance<ThreadPool>(threads)) {
+    if (!nb::isinstance<ThreadPool>(threads) || !nb::inst_ready(threads)) {
         raise_type("threads: expected a kvpool.attention.ThreadPool or None, found %.100R (%s)",
                    threads.ptr(), Py_TYPE(threads.ptr())->tp_name);
     }
@@ -155,6 +155,7 @@ class Int32s {
         }
         shape[0] = PyArray_DIM(array, 0);
         shape[1] = dims == 2 ? PyArray_DIM(array, 1) : 1;
+        data_.reserve(1); // data() is not null: a table without columns is just too short
         data_.resize(static_cast<size_t>(PyArray_SIZE(array)));
         if (data_.empty()) {
             return;

@@ -153,11 +153,14 @@ def test_wrong_arrays_are_refused(batch: Batch) -> None:
     call("expected at least 1, found -2147483648", context_lens=[*LENS[:4], -(2**60)])
     call("its table has 75", context_lens=[*LENS[:4], 301])
     call("its table has 75", context_lens=[*LENS[:4], 2**40])
+    call("its table has 0", block_tables=np.empty((len(LENS), 0), dtype=np.int32))
     call("block 1 of its table is -1", context_lens=[5, *LENS[1:]])
-    call("scale: expected a finite number", scale=np.inf)
+    for scale in (np.inf, -np.inf, np.nan, 2.4e38, -2.4e38):
+        call("scale: expected a finite number, at most 2.3e", scale=scale)
     call("scale: expected a number", wrong_type, scale="x")
     call("window", window=-1)
-    call("threads: expected a kvpool.attention.ThreadPool", wrong_type, threads=2)
+    for threads in (2, ThreadPool.__new__(ThreadPool)):
+        call("threads: expected a kvpool.attention.ThreadPool", wrong_type, threads=threads)
     call("out: expected the shape of q", out=np.empty((1, H, D), dtype=np.float32))
     call("out: expected float32", wrong_type, out=np.empty(batch.q.shape))
     call("q and out overlap", out=batch.q)

@@ -149,3 +149,15 @@ def test_the_kernel_reads_what_the_cache_wrote(make_pool: MakePool) -> None:
 
 def test_out_of_blocks_is_a_full_pool() -> None:
     assert issubclass(kvpool.OutOfBlocks, kvpool.PoolFull)
+
+
+def test_sequences_and_layers_are_integers_of_any_kind_but_no_bools() -> None:
+    pool = kvpool.Pool(2, block_tokens=2, n_layers=2, n_kv_heads=1, head_dim=2)
+    with kvpool.PagedKVCache(pool) as cache:
+        seqs = np.array([cache.add_seq(), cache.add_seq()])
+        cache.append(seqs[1], np.uint8(1), np.ones((1, 1, 2)), np.ones((1, 1, 2)))
+        assert cache.seq_len(1, 1) == cache.seq_len(seqs[1], np.int64(1)) == 1
+        with pytest.raises(kvpool.InvalidArgument, match="seq: expected a sequence"):
+            cache.seq_len(True, 1)
+        with pytest.raises(kvpool.InvalidArgument, match="layer: expected 0 to 1, found True"):
+            cache.seq_len(1, True)

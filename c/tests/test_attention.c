@@ -443,6 +443,7 @@ TL_TEST(wrong_arguments_are_refused_and_nothing_is_written) {
     DECODE(TL_EINVAL, x.q, x.kv, 0, x.tables, x.max_blocks, x.ctx_lens, x.out, -1, 4, 2, 8, 1);
     DECODE(TL_EINVAL, x.q, x.kv, 0, x.tables, x.max_blocks, x.ctx_lens, x.out, 2, 0, 2, 8, 1);
     DECODE(TL_EINVAL, x.q, x.kv, 0, x.tables, x.max_blocks, x.ctx_lens, x.out, 2, 4, 2, 8, NAN);
+    DECODE(TL_EINVAL, x.q, x.kv, 0, x.tables, x.max_blocks, x.ctx_lens, x.out, 2, 4, 2, 8, -3e38f);
     DECODE(TL_EINVAL, x.q, x.kv, 0, x.tables, x.max_blocks, x.ctx_lens, x.q + 5, 2, 4, 2, 8, 1);
     DECODE(TL_EINVAL, x.q, x.kv, 0, x.tables, x.max_blocks, x.ctx_lens, x.out, INT64_MAX, 4, 2, 8,
            1);

@@ -1760,7 +1760,8 @@ def paged_decode(q: NDArray[numpy.float32], pool: Pool, layer: Int, block_tables
 
     Raises:
         InvalidArgument: a context of no position or of more blocks than its row has, an id, layer or
-            shape out of range, ``scale`` not finite, ``out`` of another shape, or part of q or the pool.
+            shape out of range, ``scale`` NaN or above 2.3e38, ``out`` of another shape, or part
+            of q or the pool.
         ArgumentTypeError: q or out are no float32 arrays.
         ShapeMismatch: heads or head_dim unlike the pool's.
         Unsupported: the pool has no memory of its own, or belongs to another process.

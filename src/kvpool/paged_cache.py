@@ -364,13 +364,17 @@ class PagedKVCache:
 
     def _get(self, seq: int) -> _Sequence:
         self._check_open()
-        held = self._sequences.get(seq) if isinstance(seq, int) else None
+        held = self._sequences.get(seq) if _is_int(seq) else None
         if held is None:
             raise InvalidArgument(f"seq: expected a sequence of this cache, found {seq!r}")
         return held
 
     def _check_layer(self, layer: int) -> None:
-        if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self._pool.n_layers:
+        if not _is_int(layer) or not 0 <= layer < self._pool.n_layers:
             raise InvalidArgument(
                 f"layer: expected 0 to {self._pool.n_layers - 1}, found {layer!r}"
             )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

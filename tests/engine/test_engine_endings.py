@@ -171,6 +171,88 @@ def test_a_callback_may_abort_any_request(tiny, manager_of) -> None:
     assert [r.samples[1].finish for r in requests] == ["abort", "abort", "length"]
 
 
+@pytest.mark.parametrize("ending", ["abort", "raise", "close"])
+@pytest.mark.parametrize("nth", range(0, 40, 4))
+def test_a_callback_may_end_what_the_pass_has_still_to_do(tiny, manager_of, ending, nth) -> None:
+    """Samples with drafts, trunks that were just computed, beams: whatever comes behind it in the
+    pass. The others do not notice, and nobody is told of tokens after the end."""
+    again = numbers(6) * 3  # greedy, and a prompt that repeats itself: all samples have drafts
+    asked = [
+        {"prompt": again, "n": 2, "max_tokens": 16},
+        {"prompt": numbers(30, 1), "n": 2, "max_tokens": 9, "temperature": 1.0},
+        {"prompt": numbers(5, 2), "beams": 3, "max_tokens": 6},
+        {"prompt": again[1:], "n": 3, "max_tokens": 14},
+        {"prompt": numbers(12, 4), "max_tokens": 12},
+    ]
+    late: list[int] = []
+    n_told = 0
+    manager = manager_of(90, 4)
+    with Engine(tiny.model, manager, max_seqs=16, max_step_tokens=20, n_drafts=4) as engine:
+
+        def told(i: int) -> None:
+            nonlocal n_told
+            n_told += 1
+            if requests[i].finished_s:
+                late.append(i)
+            if n_told == nth + 1:
+                if ending == "close":
+                    engine.close()
+                elif ending == "raise":
+                    raise Boom
+                for request in requests[:4]:
+                    engine.abort(request)
+
+        requests = [
+            Request(**options, on_token=lambda _, __, i=i: told(i))
+            for i, options in enumerate(asked)
+        ]
+        for request in requests:
+            engine.add(request)
+        engine.run()
+    assert not late
+    assert all(request.is_done and request.samples for request in requests)
+    whole = [all(s.finish == "length" for s in request.samples) for request in requests]
+    for i, expected in enumerate(run_alone(tiny, asked).tokens):
+        if whole[i]:
+            assert [sample.tokens for sample in requests[i].samples] == expected
+    failed = [request.error is not None for request in requests]
+    if ending == "raise":
+        assert failed.count(True) == 1
+        assert all(w or f for w, f in zip(whole, failed, strict=True))
+    else:
+        assert not any(failed)
+        assert whole[4] or ending == "close"
+
+
+def test_a_callback_cannot_begin_another_pass(tiny, manager_of) -> None:
+    asked = [{"prompt": numbers(9, i), "max_tokens": 5} for i in range(3)]
+    with Engine(tiny.model, manager_of(64)) as engine:
+        calls = [lambda *_: engine.step(), lambda *_: engine.run(), None]
+        requests = [
+            engine.add(Request(**options, on_token=call))
+            for options, call in zip(asked, calls, strict=True)
+        ]
+        engine.run()
+    for request in requests[:2]:
+        assert isinstance(request.error, InvalidArgument)
+        assert str(request.error) == "a pass is under way: on_token cannot begin another"
+    assert [s.tokens for s in requests[2].samples] == run_alone(tiny, asked[2:]).tokens[0]
+
+
+def test_only_the_requests_of_an_engine_can_be_aborted(tiny, manager_of) -> None:
+    manager = manager_of(64)
+    with Engine(tiny.model, manager) as engine, Engine(tiny.model, manager) as other:
+        ours, new = engine.add(Request(numbers(9), max_tokens=5)), Request(numbers(9), max_tokens=5)
+        engine.step()
+        for foreign in (ours, new):
+            with pytest.raises(InvalidArgument, match="request: expected one of this engine"):
+                other.abort(foreign)
+        engine.run()
+        assert (ours.samples[0].finish, new.samples[0].finish) == ("length", "")
+        assert other.add(new) is new
+        other.abort(ours)  # it is done
+
+
 def test_leaving_the_engine_ends_what_is_left(tiny, manager_of) -> None:
     manager = manager_of(64)
     with Engine(tiny.model, manager) as engine:
@@ -256,6 +338,32 @@ def test_a_sequence_that_was_handed_over_is_always_freed(tiny, manager_of) -> No
     with pytest.raises(InvalidArgument, match="are not the first of"):
         Request([*prompt[:9], prompt[9] + 1, 5], sequence=kept)
     kept.free()  # it was not taken over
+
+
+def test_a_handed_sequence_is_of_this_manager_and_of_one_request(tiny, manager_of) -> None:
+    manager, elsewhere = manager_of(40, 4), manager_of(40, 4)
+    prompt = numbers(10)
+    asked = [{"prompt": prompt, "max_tokens": 5}]
+    with Engine(tiny.model, manager) as engine:
+        sequence = prefill(tiny.model, manager, prompt)[0]
+        foreign = prefill(tiny.model, elsewhere, prompt)[0]
+        request = engine.add(Request(prompt, max_tokens=5, sequence=sequence))
+        with pytest.raises(InvalidArgument, match="sequence belongs to another manager"):
+            engine.add(Request(prompt, max_tokens=5, sequence=foreign))
+        assert foreign.is_freed
+        for _ in range(2):  # while it waits, and while it runs
+            twice = Request(prompt, max_tokens=5, sequence=sequence)
+            with pytest.raises(InvalidArgument, match="sequence: another request has it"):
+                engine.add(twice)
+            assert not sequence.is_freed
+            engine.step()
+        engine.run()
+    assert sequence.is_freed
+    assert [s.tokens for s in request.samples] == run_alone(tiny, asked).tokens[0]
+    kept = prefill(tiny.model, manager, prompt)[0]
+    with pytest.raises(InvalidArgument, match="are not the first of the 1 given"):
+        Request([-1], sequence=kept)
+    kept.free()
 
 
 def test_handed_sequences_give_way_to_what_runs(tiny, manager_of) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from engine_support import run_alone, run_together
 
+import kvpool
 from kvpool import InvalidArgument, PoolFull
 from kvpool.engine.engine import Engine
-from kvpool.engine.generate import generate
+from kvpool.engine.generate import generate, prefill
 from kvpool.engine.paged import blocks_needed
 from kvpool.engine.request import Request
 from kvpool.engine.speculative import PromptLookup
@@ -334,6 +335,8 @@ REFUSED = {
     "n is 3: 2 beams": {"n": 3, "beams": 2},
     "beams and temperature": {"beams": 2, "temperature": 1.0},
     "length_penalty is inf": {"beams": 2, "length_penalty": float("inf")},
+    "length_penalty is nan": {"beams": 2, "length_penalty": float("nan")},
+    "length_penalty is -10.5: not in -10..10": {"beams": 2, "length_penalty": -10.5},
     "temperature is -1": {"temperature": -1},
     "top_p is 2": {"top_p": 2},
     "generated: only one sample": {"n": 2, "generated": [1]},
@@ -353,10 +356,36 @@ def test_a_wrong_request_names_what_is_wrong(tiny, manager_of, text) -> None:
         assert not engine.is_busy
 
 
+WHOLE = ("n", "max_tokens", "beams", "top_k", "seed", "prompt", "generated", "stop_tokens")
+
+
+@pytest.mark.parametrize("wrong", [2.5, float("nan"), True, "3", None])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_request_takes_whole_numbers(name, wrong) -> None:
+    value = [7, wrong] if name in ("prompt", "generated", "stop_tokens") else wrong
+    with pytest.raises(kvpool.ArgumentTypeError, match=f"^{name}: expected an integer, found"):
+        Request(**{"prompt": [5, 6], name: value})
+
+
+@pytest.mark.parametrize("penalty", [-10, 10])
+def test_every_length_penalty_that_is_taken_ranks(tiny, manager_of, penalty) -> None:
+    with Engine(tiny.model, manager_of(300)) as engine:
+        request = engine.add(Request([5], beams=2, max_tokens=200, length_penalty=penalty))
+        engine.run()
+    assert request.error is None
+    assert len(request.samples) == 1
+
+
 def test_an_engine_refuses_what_does_not_go_together(tiny, minute, manager_of) -> None:
     for options in ({"max_seqs": 0}, {"max_seqs": 9, "max_step_tokens": 8}, {"n_drafts": -1}):
         with pytest.raises(InvalidArgument, match=next(iter(options))):
             Engine(tiny.model, manager_of(4), **options)
+    for name in ("max_seqs", "max_step_tokens", "n_drafts"):
+        with pytest.raises(kvpool.ArgumentTypeError, match=f"{name}: expected an integer"):
+            Engine(tiny.model, manager_of(4), **{name: 1.5})
+    for work in (generate, prefill):
+        with pytest.raises(InvalidArgument, match="max_step_tokens is 0: not at least 1"):
+            work(tiny.model, manager_of(4), [5, 6], max_step_tokens=0)
     with pytest.raises(InvalidArgument, match="n_layers: the pool has 3, the model 2"):
         Engine(minute.model, manager_of(4))
     with Engine(tiny.model, manager_of(4)) as engine:

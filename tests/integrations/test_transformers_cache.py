@@ -332,6 +332,17 @@ def DynamicCacheOf(model: Any, inputs: Any) -> Any:
     return cache
 
 
+def test_a_cache_without_rows_begins_at_the_first_column(model: Any, store: PagedStore) -> None:
+    inputs = prompts(7)
+    expected = model(**inputs).logits
+    with store.open(torch.zeros(0, 5, dtype=torch.long)) as cache:
+        assert cache.n_skipped == cache.get_seq_length() == 0
+        assert torch.equal(model(**inputs, cache=cache).logits, expected)
+        cache.batch_select_indices(torch.tensor([False]))
+        assert cache.get_seq_length() == store.pool.stats.used == 0
+        assert torch.equal(model(**inputs, cache=cache).logits, expected)
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 
@@ -375,6 +386,7 @@ def test_parts_of_a_model_other_models_and_gradients(model: Any, store: PagedSto
     ([[1, 2, 3]], [[1, 0, 1]], "padding on the left"),
     ([[1, -2, 3]], None, "-2"),
     ([[1, 2**40]], None, "1099511627776"),
+    ([[1, 2], [3]], None, r"input_ids: expected \(rows, tokens\), found rows that differ"),
 ])  # fmt: skip
 def test_prompts_are_checked(store: PagedStore, ids: Any, mask: Any, text: str) -> None:
     with pytest.raises(kvpool.InvalidArgument, match=text):
@@ -396,8 +408,12 @@ def test_models_that_have_no_such_cache() -> None:
         PagedStore(torch.nn.Linear(2, 2), n_blocks=4)
     with pytest.raises(kvpool.Unsupported, match=r"found torch\.float64"):
         PagedStore(llama().double(), n_blocks=4)
-    with pytest.raises(kvpool.InvalidArgument, match="n_blocks"):
-        PagedStore(llama(), n_blocks=0)
+    for name in ("n_blocks", "block_tokens"):
+        for n in (0, -1):
+            with pytest.raises(kvpool.InvalidArgument, match=f"{name}: expected at least 1, found"):
+                PagedStore(llama(), **{"n_blocks": 4, name: n})
+        with pytest.raises(kvpool.ArgumentTypeError, match=f"{name}: expected an integer, found"):
+            PagedStore(llama(), **{"n_blocks": 4, name: 1.5})
     liar = llama()
     liar.config.head_dim = 4
     with PagedStore(liar, n_blocks=4) as store, store.open() as cache:

@@ -103,6 +103,39 @@ def test_drafts_that_are_rejected_are_cut_off(model: Any, store: PagedStore, way
     assert any(crops), "no draft was rejected: this test shows nothing"
 
 
+@pytest.mark.parametrize("way", ALONE)
+def test_drafting_on_a_cache_that_has_the_beginning(
+    model: Any, store: PagedStore, way: str
+) -> None:
+    """transformers begins these with the whole prompt, whatever the cache has of it: that is
+    computed again, and what is in shared blocks is not written again."""
+    ids = prompts(13)["input_ids"]
+    expected = generate(model, {"input_ids": ids}, DynamicCache(config=model.config), **ALONE[way])
+    for n_there in (0, 12):
+        with store.open(ids) as cache:
+            assert cache.n_skipped == n_there
+            blocks = cache.sequences[0].blocks[: n_there // 4].tolist()
+            before = store.pool.slab[blocks].clone()
+            same(generate(model, {"input_ids": ids}, cache, **ALONE[way]), expected)
+            assert cache.n_skipped == 0
+            assert cache.sequences[0].blocks[: len(blocks)].tolist() == blocks
+            assert torch.equal(store.pool.slab[blocks], before)
+    with store.open(ids) as cache:  # a conversation that goes on
+        turn = torch.cat([generate(model, {"input_ids": ids}, cache, **GREEDY).sequences, ids], 1)
+        expected = generate(model, {"input_ids": turn}, DynamicCache(config=model.config), **GREEDY)
+        there = cache.sequences[0].blocks[:6].tolist()
+        before = store.pool.slab[there].clone()
+        drafting = {**ALONE[way], **GREEDY}
+        found = generate(model, {"input_ids": turn}, cache, **drafting)
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(store.pool.slab[there], before)
+        other = turn.clone()
+        other[0, 2] += 1
+        with pytest.raises(kvpool.InvalidArgument, match=r"opened with token .* at position 2"):
+            generate(model, {"input_ids": other}, cache, **drafting)
+        assert cache.get_seq_length() == len(cache.sequences[0])
+
+
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*deprecated:FutureWarning")
 @pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
 def test_both_keywords(model: Any, keyword: str) -> None:

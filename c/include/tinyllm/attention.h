@@ -39,11 +39,11 @@ extern "C" {
  *                                      is not looked at
  *   ctx_lens       [B]                 positions of the sequence, the query's own included: it
  *                                      stands at ctx_lens[b] - 1
- *   scale                              of the scores, usually 1 / sqrt(D); finite
+ *   scale                              of the scores, usually 1 / sqrt(D); at most 2.3e38 in size
  *   window                             0 and below: none
  *
- * TL_EINVAL: a NULL among the pointers (but tp), B or max_blocks negative, H below 1, scale not
- * finite, q and out overlap, layer out of range, a ctx_lens below 1 or of more than max_blocks
+ * TL_EINVAL: a NULL among the pointers (but tp), B or max_blocks negative, H below 1, scale NaN or
+ * too large, q and out overlap, layer out of range, a ctx_lens below 1 or of more than max_blocks
  * blocks, an id out of range. TL_ESHAPE: Hkv or D unlike the pool's, H no multiple of Hkv.
  * TL_EUNSUPPORTED: the pool has no memory of its own to read. On failure out is untouched. B 0 is
  * TL_OK, and q, block_tables, ctx_lens and out may be NULL then.

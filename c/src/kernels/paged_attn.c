@@ -48,6 +48,8 @@ const char *tl_attn_selected(void) {
 
 /* ---- what is checked ----------------------------------------------------------------------- */
 
+#define SCALE_MAX 2.3e38f /* times log2(e) it is finite still */
+
 /* The pool and the dimensions; fills what follows from them. `who` is the function named. */
 static tl_status open_problem(const char *who, const tl_kv_pool *kv, uint32_t layer, float scale,
                               int64_t window, tl_attn_problem *pr) {
@@ -72,9 +74,10 @@ static tl_status open_problem(const char *who, const tl_kv_pool *kv, uint32_t la
         return tl_fail(TL_EINVAL, "%s: layer %u is out of range: the pool has %u", who, layer,
                        cfg.n_layers);
     }
-    if (!isfinite(scale)) {
-        return tl_fail(TL_EINVAL, "%s: scale: expected a finite number, found %g", who,
-                       (double)scale);
+    if (!(fabsf(scale) <= SCALE_MAX)) { /* nor NaN */
+        return tl_fail(TL_EINVAL,
+                       "%s: scale: expected a finite number, at most %g in size, found %g", who,
+                       (double)SCALE_MAX, (double)scale);
     }
     pr->variant = select_variant();
     pr->G = pr->H / pr->Hkv;

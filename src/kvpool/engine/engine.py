@@ -96,6 +96,7 @@ class Engine:
         self._maker = BatchMaker(manager)
         self._ended: list[Request] = []  # by this step, as the number below
         self._n_generated = 0
+        self._is_stepping = False
 
     def __enter__(self) -> Engine:
         return self
@@ -121,14 +122,15 @@ class Engine:
         Raises:
             PoolFull: it could need more blocks than the pool has; the text has the numbers.
             InvalidArgument: it is longer than the model's context, a token is none of the model's,
-                or it was added before.
+                it was added before, or its ``sequence`` is another manager's or another request's.
 
-            A sequence that the request took over is freed then.
+            A sequence that the request took over is freed then, unless another request has it.
         """
         cfg, n = self.model.config, len(request.prompt)
         try:
             if request.number >= 0:
                 raise InvalidArgument("the request was added before")
+            self._check_handed(request)
             if n + request.max_tokens > cfg.context_length:
                 raise InvalidArgument(
                     f"the prompt has {n} tokens, and with max_tokens {request.max_tokens} is "
@@ -146,8 +148,26 @@ class Engine:
         request.added_s = time.perf_counter()
         return request
 
+    def _check_handed(self, request: Request) -> None:
+        handed = request.handed
+        if handed is None:
+            return
+        for other in [*self.scheduler.running, *self.scheduler.waiting]:
+            if any(handed is sequence for sequence in other.sequences()):
+                request.handed = None  # it is not this request's to free
+                raise InvalidArgument("sequence: another request has it")
+        self.manager.seq_lens([handed])  # InvalidArgument: freed, or another manager's
+
     def abort(self, request: Request) -> None:
-        """Ends a request now; what was generated stays. One that is done is left alone."""
+        """Ends a request now; what was generated stays. One that is done is left alone.
+
+        Raises:
+            InvalidArgument: the request is in another engine, or in none.
+        """
+        if request.finished_s:
+            return
+        if request not in self.scheduler.running and request not in self.scheduler.waiting:
+            raise InvalidArgument("request: expected one of this engine, it is in another or none")
         self._end(request, "abort")
 
     def close(self, error: BaseException | None = None) -> None:
@@ -166,7 +186,11 @@ class Engine:
 
         ``check()`` is called before every step and may raise, which is the clean way to stop;
         ``on_step`` after it. An exception of either, or of the model, ends all requests.
+
+        Raises:
+            InvalidArgument: a callback called it, in the middle of a pass.
         """
+        self._check_idle()
         try:
             while self.is_busy:
                 if check is not None:
@@ -181,12 +205,24 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------
 
     def step(self) -> Step:
-        """One pass. An exception of the model ends all requests; one of a callback, its request."""
+        """One pass. An exception of the model ends all requests; one of a callback, its request.
+
+        Raises:
+            InvalidArgument: a callback called it, in the middle of a pass.
+        """
+        self._check_idle()
+        self._is_stepping = True
         try:
             return self._step()
         except BaseException as error:
             self.close(error)
             raise
+        finally:
+            self._is_stepping = False
+
+    def _check_idle(self) -> None:
+        if self._is_stepping:
+            raise InvalidArgument("a pass is under way: on_token cannot begin another")
 
     def _step(self) -> Step:
         started = time.perf_counter()
@@ -236,6 +272,8 @@ class Engine:
         logits, first, n_accepted = self.model.logits(hidden[wanted]), 0, 0
         for work, n in ends:
             rows, first = logits[first : first + n], first + n
+            if work.request.is_done:
+                continue  # a callback of this pass ended it
             if work.sample is None:
                 self._fork_trunk(work.request, rows[0])
             elif work.request.beams:
@@ -257,7 +295,7 @@ class Engine:
                 continue  # preempted while it was ahead of the others: feed and compute it first
             if request.beams:
                 self._note_candidates(request, sample, row)
-            elif not request.is_done:  # the callback of an earlier sample may have failed
+            elif not request.is_done:  # the callback of an earlier sample may have ended it
                 self._take(request, sample, sample.sampler.pick(row))  # type: ignore[union-attr]
 
     def _pick(self, work: Work, sample: Sample, rows: Array) -> int:
@@ -314,7 +352,7 @@ class Engine:
 
     def _tell(self, request: Request, index: int, token: int) -> None:
         """The callback. What it raises ends its request, unless it ends the program."""
-        if request.on_token is None or request.error is not None:
+        if request.on_token is None or request.finished_s:  # an earlier call may have ended it
             return
         try:
             request.on_token(index, token)

@@ -17,7 +17,7 @@ from kvpool import BlockManager, InvalidArgument
 from .engine import Engine
 from .llama import Array, Llama
 from .paged import BatchMaker, Span
-from .request import Request
+from .request import Request, whole
 
 __all__ = ["generate", "prefill"]
 
@@ -47,7 +47,7 @@ def generate(
         InvalidArgument: as Request and ``Engine.add``.
     """
     request = Request(prompt, **options)
-    width = max(1, request.width)
+    width, max_step_tokens = request.width, whole("max_step_tokens", max_step_tokens, 1)
     with Engine(
         model,
         manager,
@@ -78,11 +78,13 @@ def prefill(
 
     Raises:
         PoolFull: not enough blocks.
-        InvalidArgument: an empty prompt, or a token that is none of the model's.
+        InvalidArgument: an empty prompt, or a token that is none of the model's; max_step_tokens
+            is below 1.
 
         No block is held then.
     """
-    tokens, n_vocab = list(prompt), model.config.vocab_size
+    tokens, n_vocab = [whole("prompt", token) for token in prompt], model.config.vocab_size
+    max_step_tokens = whole("max_step_tokens", max_step_tokens, 1)
     if not tokens or not 0 <= min(tokens) <= max(tokens) < n_vocab:
         raise InvalidArgument(f"prompt: at least one token, each in 0..{n_vocab - 1}")
     maker = BatchMaker(manager)

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 import kvpool
-from kvpool import InvalidArgument
+from kvpool import ArgumentTypeError, InvalidArgument
 
 from .sampling import Sampler
 
 if TYPE_CHECKING:
     from .speculative import PromptLookup
 
-__all__ = ["Request", "Sample"]
+__all__ = ["Request", "Sample", "whole"]
+
+
+def whole(name: str, value: object, least: int | None = None) -> int:
+    """An argument that is a whole number, as an int.
+
+    Raises:
+        ArgumentTypeError: it is no integer; a bool is none.
+        InvalidArgument: it is below ``least``.
+
+    >>> whole("n", 2.0)
+    Traceback (most recent call last):
+    kvpool.errors.ArgumentTypeError: n: expected an integer, found 2.0 (float)
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = f"{value!r:.100} ({type(value).__name__})"
+        raise ArgumentTypeError(f"{name}: expected an integer, found {found}") from None
+    if least is not None and number < least:
+        raise InvalidArgument(f"{name} is {number}: not at least {least}")
+    return number
+
+
+#: A length to this power is far from infinite and from zero.
+MAX_LENGTH_PENALTY = 10
 
 
 class Sample:
@@ -57,7 +81,8 @@ class Request:
             draws from the stream (seed, i), in any company.
         stop_tokens: ids that end a sample, and are not part of it.
         beams: above 0: beam search of this width instead of sampling.
-        length_penalty: a finished beam ranks by ``score / len(tokens) ** length_penalty``.
+        length_penalty: a finished beam ranks by ``score / len(tokens) ** length_penalty``; in
+            -10..10, so that no length makes it infinite.
         on_token: called with (sample index, token) for every token as it is picked; of beams, at
             the end. If it raises, this request fails and no other.
         generated: tokens that were generated elsewhere already (n is 1): the answer goes on behind
@@ -74,7 +99,9 @@ class Request:
         added_s, started_s, first_token_s, finished_s: ``time.perf_counter()``, 0.0 before.
 
     Raises:
-        InvalidArgument: an argument is out of range; ``sequence`` is of other tokens.
+        InvalidArgument: an argument is out of range; ``sequence`` is of other tokens. It was not
+            taken over then.
+        ArgumentTypeError: a whole number was expected.
 
     >>> request = Request([1, 2, 3], max_tokens=5, temperature=0.8, seed=1)
     >>> request.is_done, len(request.samples)
@@ -101,24 +128,34 @@ class Request:
         generated: Sequence[int] = (),
         sequence: kvpool.Sequence | None = None,
     ) -> None:
-        self.prompt = [operator.index(token) for token in prompt]
+        self.prompt = [whole("prompt", token) for token in prompt]
         if not self.prompt:
             raise InvalidArgument("prompt: a prompt has at least one token")
-        for name, value, least in (("n", n, 1), ("max_tokens", max_tokens, 1), ("beams", beams, 0)):
-            if value < least:
-                raise InvalidArgument(f"{name} is {value}: not at least {least}")
+        generated = [whole("generated", token) for token in generated]
+        n, max_tokens = whole("n", n, 1), whole("max_tokens", max_tokens, 1)
+        beams, top_k, seed = (
+            whole("beams", beams, 0),
+            whole("top_k", top_k, 0),
+            whole("seed", seed, 0),
+        )
         if beams and n > beams:
             raise InvalidArgument(f"n is {n}: {beams} beams have no more answers than that")
         if beams and temperature:
             raise InvalidArgument("beams and temperature: beam search draws nothing")
-        if not math.isfinite(length_penalty):
-            raise InvalidArgument(f"length_penalty is {length_penalty}: not finite")
+        if not abs(length_penalty) <= MAX_LENGTH_PENALTY:
+            raise InvalidArgument(
+                f"length_penalty is {length_penalty}: not in "
+                f"{-MAX_LENGTH_PENALTY}..{MAX_LENGTH_PENALTY}"
+            )
         if generated and (n > 1 or beams):
             raise InvalidArgument("generated: only one sample can go on behind it")
         if len(generated) >= max_tokens:
             raise InvalidArgument(f"generated has {len(generated)} of max_tokens {max_tokens}")
         self.n, self.max_tokens, self.beams = n, max_tokens, beams
-        self.length_penalty, self.stop_tokens = length_penalty, frozenset(stop_tokens)
+        self.length_penalty, self.stop_tokens = (
+            length_penalty,
+            frozenset(whole("stop_tokens", token) for token in stop_tokens),
+        )
         self.on_token = on_token
         n_drawn = len(generated)
         self.samples = [
@@ -141,9 +178,8 @@ class Request:
             self._take_over(sequence)
 
     def _take_over(self, sequence: kvpool.Sequence) -> None:
-        known = np.array(self.prompt + self.samples[0].tokens, dtype=np.uint32)
-        n = sequence.n_computed
-        if n > len(known) or not np.array_equal(sequence.tokens[:n], known[:n]):
+        known, n = self.prompt + self.samples[0].tokens, sequence.n_computed
+        if sequence.tokens[:n].tolist() != known[:n]:
             raise InvalidArgument(
                 f"sequence: its {n} computed tokens are not the first of the {len(known)} given"
             )

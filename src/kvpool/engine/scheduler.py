@@ -39,7 +39,7 @@ import kvpool
 from kvpool import BlockManager, InvalidArgument, PoolFull
 
 from .paged import blocks_needed
-from .request import Request, Sample
+from .request import Request, Sample, whole
 from .speculative import PromptLookup
 
 __all__ = ["Scheduler", "Work"]
@@ -71,6 +71,7 @@ class Scheduler:
 
     Raises:
         InvalidArgument: max_seqs is not in 1..max_step_tokens, or n_drafts is negative.
+        ArgumentTypeError: one of them is no integer.
     """
 
     def __init__(
@@ -81,13 +82,14 @@ class Scheduler:
         max_step_tokens: int = 256,
         n_drafts: int = 0,
     ) -> None:
+        max_seqs = whole("max_seqs", max_seqs)
+        max_step_tokens = whole("max_step_tokens", max_step_tokens)
+        n_drafts = whole("n_drafts", n_drafts, 0)
         if not 1 <= max_seqs <= max_step_tokens:
             raise InvalidArgument(
                 f"max_seqs is {max_seqs}: not in 1..max_step_tokens ({max_step_tokens}), since "
                 "every running sequence gets a token in each pass"
             )
-        if n_drafts < 0:
-            raise InvalidArgument(f"n_drafts is {n_drafts}: not at least 0")
         self.manager, self.max_seqs = manager, max_seqs
         self.max_step_tokens, self.n_drafts = max_step_tokens, n_drafts
         self.waiting: list[Request] = []  # both in the order of arrival

@@ -101,7 +101,7 @@ class Rows:
     def skip_cached(self, n_columns: int) -> None:
         """Begins behind the columns that every row has; the last one is always computed."""
         have = [pad + seq.n_cached for pad, seq in zip(self.pads, self.seqs, strict=True)]
-        self.n_columns = self.n_skipped = max(0, min([*have, n_columns - 1]))
+        self.n_columns = self.n_skipped = max(0, min(*have, n_columns - 1)) if have else 0
 
     def clear(self) -> None:
         """Gives all blocks back."""
@@ -142,6 +142,8 @@ class Rows:
         self.seqs = seqs
         self.pads = [self.pads[i] for i in wanted]
         self.first_written = [self.first_written[i] for i in wanted]
+        if not wanted:
+            self.n_columns = self.n_skipped = 0
 
     def crop(self, n_columns: int) -> None:
         """Cuts every row to its first n_columns columns."""
@@ -168,8 +170,10 @@ class Rows:
         if self.closed:
             raise InvalidArgument("the cache is closed")
         self._settle()
-        first, last = self.n_columns, self.n_columns + forward.n
         plain = self.shares and forward.plain and forward.tokens is not None
+        again = plain and self._begins_again(forward)
+        first = 0 if again else self.n_columns
+        last = first + forward.n
         if not self.seqs:
             pads = _pads(forward.mask, forward.n_rows, last)
             private = not plain or pads is None or not _canonical(forward, pads, first)
@@ -182,6 +186,11 @@ class Rows:
                 self._make_private()
         before = [len(seq) for seq in self.seqs]
         self._append(forward, first)
+        if again:  # what is there is computed, not written: others may share it
+            for i, (length, pad) in enumerate(zip(before, self.pads, strict=True)):
+                there = min(length, max(0, self.n_columns - pad))
+                self.first_written[i] = max(self.first_written[i], there)
+            self.n_columns = self.n_skipped = 0
         self._plan = self._make_plan(first, last, before)
 
     def update(
@@ -237,6 +246,18 @@ class Rows:
             for seq, length in zip(self.seqs, self._plan.lengths_before, strict=True):
                 seq.truncate(length)
             self._plan = None
+
+    def _begins_again(self, forward: Forward) -> bool:
+        """Whether the tokens are those from column 0 on. Assisted and prompt-lookup decoding begin
+        with the whole prompt, whatever the cache has of it."""
+        return (
+            not self.private
+            and self.n_columns > 0
+            and forward.n_rows == len(self.seqs)
+            and forward.positions is not None
+            and not _canonical(forward, self.pads, self.n_columns)
+            and _canonical(forward, self.pads, 0)
+        )
 
     def _make_private(self) -> None:
         if self.n_skipped or any(seq.n_cached for seq in self.seqs):

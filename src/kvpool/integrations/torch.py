@@ -117,9 +117,22 @@ cached=0, evictions=0)
     ) -> Self:  # fmt: skip
         """A pool over a new slab, uninitialised: ``device`` and ``dtype`` as for ``torch.empty``.
 
+        Raises:
+            InvalidArgument: a number is below 1, or a layout of another name.
+            ArgumentTypeError: one is no integer.
+
         >>> TorchPool.empty(4, n_layers=1, n_kv_heads=2, head_dim=8, layout="NHD").slab.shape
         torch.Size([4, 1, 2, 16, 2, 8])
         """
+        for name, value in (
+            ("n_blocks", n_blocks), ("block_tokens", block_tokens), ("n_layers", n_layers),
+            ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
+        ):  # fmt: skip
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+                found = f"{value!r:.100} ({type(value).__name__})"
+                raise ArgumentTypeError(f"{name}: expected an integer, found {found}")
+            if value < 1:
+                raise InvalidArgument(f"{name}: expected at least 1, found {value}")
         page = [n_kv_heads, block_tokens] if layout == "HND" else [block_tokens, n_kv_heads]
         slab = torch.empty(n_blocks, n_layers, 2, *page, head_dim, dtype=dtype, device=device)
         return cls(slab, layout=layout)

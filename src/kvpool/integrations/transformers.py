@@ -342,7 +342,12 @@ def _is_setting(value: Any) -> bool:
 
 def _matrix(value: Any, name: str) -> NDArray[np.int64]:
     """(rows, tokens) integers, from a tensor, an array or lists."""
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    try:
+        array = (
+            value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        )
+    except ValueError as e:
+        raise InvalidArgument(f"{name}: expected (rows, tokens), found rows that differ") from e
     if array.ndim != 2:
         raise InvalidArgument(f"{name}: expected (rows, tokens), found shape {array.shape}")
     if array.dtype.kind not in "iub":
