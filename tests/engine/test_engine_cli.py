@@ -246,6 +246,8 @@ def test_beam_search_gives_the_best_with_their_scores(model, capsys) -> None:
         scores = [sample["score"] for sample in prompt["samples"]]
         assert len(scores) == 2
         assert scores == sorted(scores, reverse=True)
+    kept = [sample["tokens"] for prompt in document["prompts"] for sample in prompt["samples"]]
+    assert document["total"]["tokens"] == sum(map(len, kept))  # those that were dropped are not new
     assert main(args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:3] for line in lines if line.startswith("[")] == ["[1]", "[2]"] * 2

@@ -316,7 +316,7 @@ def _notes(run: Run) -> list[tuple[str, str]]:
 
 
 def _total(run: Run) -> dict[str, Any]:
-    tokens = sum(step.n_tokens for step in run.steps)
+    tokens = sum(prompt.request.n_tokens for prompt in run.prompts)  # of beams, those kept
     stats = run.manager.stats
     return {
         "prompt_tokens": stats.prompt_tokens,
