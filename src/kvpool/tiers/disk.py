@@ -38,7 +38,7 @@ import numpy as np
 from kvpool import Busy, InvalidArgument, StorageError, Unsupported, crc32c
 
 from .record import Key
-from .registry import Options
+from .registry import Options, shown
 from .tier import Tier, TierStats
 
 if TYPE_CHECKING:
@@ -627,7 +627,8 @@ if hasattr(os, "register_at_fork"):
 def open_url(url: SplitResult, options: Options) -> DiskTier:
     """``disk:/path?size=10GiB&sync=none``."""
     if url.netloc:
-        raise InvalidArgument(f"disk: expected disk:/path, found disk://{url.netloc}{url.path}")
+        where = shown(f"//{url.netloc}{url.path}")
+        raise InvalidArgument(f"disk: expected disk:/path, found disk:{where}")
     path = unquote(url.path)
     if not path:
         raise InvalidArgument("disk: expected a path, as in disk:/var/cache/kv.slab?size=10GiB")

@@ -36,7 +36,7 @@ from urllib.parse import SplitResult
 from kvpool import InvalidArgument, TransferError
 
 from .record import Key
-from .registry import Options
+from .registry import Options, port, shown
 from .tier import Tier, TierStats
 
 try:
@@ -281,7 +281,7 @@ def open_url(url: SplitResult, options: Options) -> MooncakeTier:
     match = re.fullmatch(r"([^:@\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?", url.netloc)
     if match is None or url.path.strip("/"):
         raise InvalidArgument(
-            f"mooncake: expected mooncake://host:port, found {url.netloc + url.path!r}"
+            f"mooncake: expected mooncake://host:port, found {shown(url.netloc + url.path)!r}"
         )
     segment, buffer = options.size("segment", 1 << 30), options.size("buffer", 16 << 20)
     hostname, metadata = options.text("hostname"), options.text("metadata", "P2PHANDSHAKE")
@@ -290,7 +290,7 @@ def open_url(url: SplitResult, options: Options) -> MooncakeTier:
     options.done()
     return MooncakeTier(
         match[1].strip("[]"),
-        int(match[2] or 50051),
+        port("mooncake", match[2], 50051),
         hostname=hostname,
         segment_bytes=segment or 0,
         buffer_bytes=buffer or 0,

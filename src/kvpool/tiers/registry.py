@@ -17,7 +17,7 @@ from kvpool import InvalidArgument
 
 from .tier import MemoryTier, Tier
 
-__all__ = ["SCHEMES", "Options", "open_tier"]
+__all__ = ["SCHEMES", "Options", "open_tier", "port", "shown"]
 
 #: Which module of this package opens a scheme, with its ``open_url(url, options)``.
 SCHEMES = MappingProxyType(
@@ -33,6 +33,7 @@ SCHEMES = MappingProxyType(
     }
 )
 
+_MOST_BYTES = 1 << 63  # what a file's length is counted in ends here
 _UNITS = {"": 1, "b": 1}
 for _i, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_i, f"{_letter}ib": 1024**_i, f"{_letter}b": 1000**_i}
@@ -64,7 +65,7 @@ class Options:
             return default
         try:
             return read(text)
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):
             raise InvalidArgument(
                 f"{self._scheme}: {name}: expected {expected}, found {text!r}"
             ) from None
@@ -76,7 +77,10 @@ class Options:
             match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text)
             if match is None:
                 raise ValueError
-            return int(float(match[1]) * _UNITS[match[2].lower()])
+            n = int(float(match[1]) * _UNITS[match[2].lower()])
+            if n >= _MOST_BYTES:
+                raise ValueError
+            return n
 
         size: int | None = self._value(name, default, read, "a size, like 10GiB")
         return size
@@ -115,6 +119,24 @@ class Options:
             )
 
 
+def shown(url: str) -> str:
+    """A URL, or the end of one, as it may be printed: a user and a password are left out, also
+    where the URL is so wrong that nobody can tell which part they are.
+
+    >>> shown("valky://me:secret@10.0.0.7/0"), shown("disk:/var/kv.slab")
+    ('valky://***@10.0.0.7/0', 'disk:/var/kv.slab')
+    """
+    return re.sub(r"^((?:[A-Za-z0-9+.-]+:)?/*).*@", r"\1***@", url, flags=re.DOTALL)
+
+
+def port(scheme: str, text: str | None, default: int) -> int:
+    """The port that a URL names. InvalidArgument."""
+    number = int(text or default)
+    if not 0 < number < 1 << 16:
+        raise InvalidArgument(f"{scheme}: port: expected 1 to 65535, found {number}")
+    return number
+
+
 def open_tier(url: str, *, create: bool = True) -> Tier:
     """The tier that a URL names; ``create`` False: only if it is there (disk).
 
@@ -127,16 +149,21 @@ def open_tier(url: str, *, create: bool = True) -> Tier:
     Traceback (most recent call last):
     kvpool.errors.InvalidArgument: tier: expected a URL of disk:, memory:..., found 'tape:1'
     """
-    split = urlsplit(url)
+    try:
+        split = urlsplit(url)
+    except ValueError:  # whose text has the password in it
+        raise InvalidArgument(f"tier: expected a URL, found {shown(url)!r}") from None
     if split.scheme not in SCHEMES:
         schemes = ", ".join(f"{scheme}:" for scheme in SCHEMES)
-        raise InvalidArgument(f"tier: expected a URL of {schemes}, found {url!r}")
+        raise InvalidArgument(f"tier: expected a URL of {schemes}, found {shown(url)!r}")
+    if "#" in url:
+        raise InvalidArgument(f"tier: # is written %23 in a URL, found {shown(url)!r}")
     try:
         pairs = parse_qsl(split.query, keep_blank_values=True, strict_parsing=bool(split.query))
     except ValueError:
-        raise InvalidArgument(f"tier: options are ?name=value&..., found {url!r}") from None
+        raise InvalidArgument(f"tier: options are ?name=value&..., found {shown(url)!r}") from None
     if len(dict(pairs)) < len(pairs):
-        raise InvalidArgument(f"tier: an option is there twice in {url!r}")
+        raise InvalidArgument(f"tier: an option is there twice in {shown(url)!r}")
     options = Options(split.scheme, dict(pairs), create=create)
     module = importlib.import_module(f".{SCHEMES[split.scheme]}", __package__)
     tier: Tier = module.open_url(split, options)

@@ -39,7 +39,7 @@ from urllib.parse import SplitResult
 from kvpool import InvalidArgument, TransferError, crc32c
 
 from .record import HEAD_BYTES, Key
-from .registry import Options
+from .registry import Options, shown
 from .tier import Tier, TierStats
 
 try:
@@ -139,6 +139,10 @@ class S3Tier(Tier):
             raise InvalidArgument(f"timeout: expected more than 0 seconds, found {timeout_s}")
         if not 0 <= retries <= 100:
             raise InvalidArgument(f"retries: expected 0 to 100, found {retries}")
+        if "@" in endpoint:  # the client's errors would tell them
+            raise InvalidArgument(
+                f"endpoint: credentials are the environment's, found {shown(endpoint)!r}"
+            )
         self.name = f"s3:{bucket}" + (f"/{prefix}" if prefix else "")
         self._prefix = f"{prefix}/" if prefix else ""
         self._lock = Lock()
@@ -399,7 +403,8 @@ def _runs(records: Sequence[tuple[Key, memoryview]]) -> Iterator[tuple[int, int]
 def open_url(url: SplitResult, options: Options) -> S3Tier:
     """``s3://bucket/prefix?endpoint=..``; see the module."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", url.netloc):
-        raise InvalidArgument(f"s3: expected s3://bucket/prefix, found {url.netloc!r} as a bucket")
+        bucket = shown(url.netloc)
+        raise InvalidArgument(f"s3: expected s3://bucket/prefix, found {bucket!r} as a bucket")
     endpoint, region = options.text("endpoint"), options.text("region")
     timeout, retries = options.seconds("timeout", 5), options.integer("retries", 1)
     options.done()

@@ -36,7 +36,7 @@ from kvpool import InvalidArgument, TransferError
 
 from ._resp import Replies, ReplyError, TooLong
 from .record import Key
-from .registry import Options
+from .registry import Options, port
 from .tier import Tier, TierStats
 
 try:
@@ -373,6 +373,10 @@ def _tls(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_url(url: SplitResult, options: Options) -> ValkeyTier:
     """``valkey://user:password@host:port/db?ttl=..``; see the module."""
+    if url.netloc and "@" in url.path:  # of a password, perhaps: it is not shown
+        raise InvalidArgument(
+            f"{url.scheme}: expected %2F for a / in the user's name or password, found a / before @"
+        )
     user, _, where = url.netloc.rpartition("@")
     name, _, password = user.partition(":")
     hosts = []
@@ -380,7 +384,7 @@ def open_url(url: SplitResult, options: Options) -> ValkeyTier:
         match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?", part)
         if match is None:
             raise InvalidArgument(f"{url.scheme}: expected host:port, found {part!r}")
-        hosts.append((match[1].strip("[]"), int(match[2] or 6379)))
+        hosts.append((match[1].strip("[]"), port(url.scheme, match[2], 6379)))
     path = url.path.strip("/")
     if where and not re.fullmatch(r"\d{0,4}", path):
         raise InvalidArgument(
@@ -399,7 +403,11 @@ def open_url(url: SplitResult, options: Options) -> ValkeyTier:
     options.done()
     if file and password:
         raise InvalidArgument(f"{url.scheme}: password_file: there is a password in the URL too")
-    secret = Path(file).read_text().strip() if file else unquote(password)
+    try:
+        secret = Path(file).read_text().strip() if file else unquote(password)
+    except (OSError, ValueError) as error:  # of what is in it nothing is told
+        why = getattr(error, "strerror", None) or "no text"
+        raise InvalidArgument(f"{url.scheme}: password_file: {file}: {why}") from None
     return ValkeyTier(
         hosts or [("localhost", 6379)],
         socket=None if where else url.path,
