@@ -260,6 +260,32 @@ def test_another_version_or_a_damaged_head_begins_anew_and_is_told(
         assert right(tier, records(3)) == [True] * 3
 
 
+@pytest.mark.parametrize("what", ["version", "damaged", "empty"])
+def test_who_only_looks_leaves_a_file_as_it_is(path: Path, what: str) -> None:
+    with DiskTier(path, SIZE) as tier:
+        tier.put(records(3))
+    data = bytearray(path.read_bytes())
+    data[4 if what == "version" else 20] ^= 3
+    path.write_bytes(b"" if what == "empty" else data)
+    before = path.read_bytes()
+    with pytest.raises(kvpool.StorageError, match="nothing in it can be used; it is left"):
+        open_tier(f"disk:{path}", create=False)
+    assert path.read_bytes() == before
+
+
+def test_records_much_shorter_than_a_slot_are_kept_all_the_same(path: Path) -> None:
+    """A file made for a large model, then used for a small one: many to a write."""
+    key, record = records(1, 77)[0]
+    with DiskTier(path, 1 << 20) as tier:
+        tier.expect(2 * 4096)
+        assert tier.put([(key, record)]) == [True]
+        assert tier.put(records(6)) == [True] * 6
+        assert right(tier, records(6)) == [True] * 6
+        assert right(tier, [(key, record)]) == [True]
+    with DiskTier(path) as tier:
+        assert right(tier, records(6)) == [True] * 6
+
+
 def test_records_of_another_size(path: Path) -> None:
     with DiskTier(path, SIZE) as tier:
         tier.put(records(1))

@@ -112,7 +112,7 @@ class DiskTier(Tier):
             is not there.
         size_bytes: of the file. None: that of the file that is there, or 10 GiB.
         sync: ``"none"``, or ``"data"``: see the module.
-        create: make the file when it is not there.
+        create: make the file when it is not there, and begin one anew in which nothing can be used.
 
     One process has it at a time. What was used last is noted when it is closed and now and then,
     so after a crash the order is that of some time before.
@@ -203,6 +203,8 @@ class DiskTier(Tier):
                 "move it aside and copy it (kvpool tier copy)"
             )
         if shape is None:
+            if not creating:
+                raise StorageError(f"{self.name}: nothing in it can be used; it is left as it is")
             if self.is_read_only:
                 self._shape = _Shape(found)
                 return
@@ -422,11 +424,13 @@ class DiskTier(Tier):
         """Records into slots in ascending order; those that are side by side in one write."""
         size = self._shape.slot_bytes
         for first, end in _runs(slots):
-            pieces: list[Buffer] = []
+            pieces: list[memoryview] = []
             for record in records[first:end]:
                 pieces += record, self._gap[: size - len(record)]
             at, total = self._slot_at(slots[first]), (end - first) * size
-            n = os.pwritev(self._fd, pieces, at)
+            # Where a record is much shorter than a slot, a gap would be longer than its page.
+            is_whole = sum(map(len, pieces)) == total
+            n = os.pwritev(self._fd, pieces, at) if is_whole else 0
             if n < total:  # the rest, one after the other
                 for i in range(first + n // size, end):
                     self._write(records[i], self._slot_at(slots[i]))
@@ -467,7 +471,8 @@ class DiskTier(Tier):
             pieces += view, self._gap[: size - len(view)]
         total = (len(views) - 1) * size + len(views[-1])
         try:
-            if os.preadv(self._fd, pieces[:-1], self._slot_at(slots[0])) == total:
+            is_whole = sum(map(len, pieces[:-1])) == total
+            if is_whole and os.preadv(self._fd, pieces[:-1], self._slot_at(slots[0])) == total:
                 return views
         except OSError:
             pass  # which of them it is, the next reads tell
@@ -588,9 +593,12 @@ class DiskTier(Tier):
                 os.fdatasync(self._fd)
         self._close_fd()
 
-    def _close_fd(self) -> None:
+    def _close_fd(self, *, in_child: bool = False) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            if not in_child:  # or a child that has yet to close its descriptor would keep the lock
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 
@@ -617,7 +625,7 @@ def _in_child() -> None:
     for tier in list(_open_tiers):
         tier._lock = threading.RLock()  # its holder may not be there
         with contextlib.suppress(OSError):
-            tier._close_fd()
+            tier._close_fd(in_child=True)
 
 
 if hasattr(os, "register_at_fork"):
