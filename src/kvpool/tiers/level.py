@@ -286,8 +286,13 @@ class Level:
 
     def timed_out(self, job: Job, *, had_progress: bool) -> None:
         """The caller waited as long as it would."""
-        job.is_late = True
-        self.count("timeouts")
+        with self._lock:
+            job.is_late = True
+            # It may have waited behind a call that hangs and nobody waits for any more. If that did
+            # not count as hanging, more and more jobs would queue up behind it.
+            if self._reading is not None and self._reading.is_abandoned:
+                self._reading.is_late = True
+            self._n["timeouts"] += 1
         if not had_progress:
             self._failed("get: no answer before the deadline")
 
