@@ -423,13 +423,13 @@ nb::object BlockManager::seq_lens(nb::handle seqs) {
 void BlockManager::reset(nb::handle root_arg) {
     const bool all = root_arg.is_none();
     const uint64_t root = all ? 0 : namespace_arg(root_arg);
+    if (!tiers_.is_none()) { // first, so that nothing old from below comes into what is new
+        tiers_.attr("forget")(root_arg);
+    }
     core_->run(items_work(core_->cfg().n_blocks), [&](tl_kv_mgr *m, tl_kv_pool *) {
         core_->release_pins(true, all ? nullptr : &root); // they keep what cannot be hit any more
         return tl_kv_mgr_reset(m, all ? nullptr : &root);
     });
-    if (!tiers_.is_none()) {
-        tiers_.attr("forget")(root_arg);
-    }
 }
 
 void BlockManager::evict(nb::handle ids) {

@@ -84,6 +84,10 @@ void ManagerCore::commit_and_tell(const tl_kv_seq *seqs, const uint64_t *roots, 
     Array<size_t> before(new size_t[n]);
     Array<Written> written(new Written[n]);
     bool any = false;
+    // Of before the commit: what is told after a reset is of weights that have another name by
+    // then.
+    const nb::object stack = checked(PyObject_CallNoArgs(tiers_.ptr()));
+    const nb::object epoch = stack.is_none() ? stack : nb::object(stack.attr("epoch"));
     run(Work::constant, [&](tl_kv_mgr *m, tl_kv_pool *p) -> tl_status {
         tl_kv_seq_info info;
         for (size_t i = 0; i < n; i++) {
@@ -109,11 +113,10 @@ void ManagerCore::commit_and_tell(const tl_kv_seq *seqs, const uint64_t *roots, 
     }
     std::exception_ptr error;
     try {
-        nb::object tiers = checked(PyObject_CallNoArgs(tiers_.ptr()));
-        for (size_t i = 0; i < n && !tiers.is_none(); i++) {
+        for (size_t i = 0; i < n && !stack.is_none(); i++) {
             const Written &w = written[i];
             if (w.n > 0) {
-                tiers.attr("written")(int_object(roots[i]), int_object(seqs[i]),
+                stack.attr("written")(epoch, int_object(roots[i]), int_object(seqs[i]),
                                       array_of(w.tokens.get(), w.n_tokens, NPY_UINT32), w.first,
                                       array_of(w.ids.get(), w.n, NPY_UINT32),
                                       array_of(w.names.get(), w.n, NPY_UINT64));

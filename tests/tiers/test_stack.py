@@ -206,6 +206,68 @@ def test_a_reset_ends_hits_below_too_until_the_new_weights_are_named() -> None:
         assert engine.answer(PROMPT) == 16
 
 
+def test_a_request_that_waits_while_the_weights_change_is_given_nothing_of_the_old_ones() -> None:
+    """It computed its keys before; what it finds under them must not be found after the reset."""
+    tier = Faulty()
+    asked, let_go = threading.Event(), threading.Event()
+    with Engine([tier], n_blocks=64) as engine:
+        engine.answer(PROMPT)
+        engine.flush()
+        engine.forget()
+        engine.answer(PROMPT[:8])  # the pool has a part, and has it no more after the reset
+
+        def slow(keys, records):
+            asked.set()
+            let_go.wait(30)
+            return records
+
+        tier.on_get = slow
+        cached: list[int] = []
+
+        def ask() -> None:
+            with engine.manager.allocate(PROMPT) as seq:
+                cached.append(seq.n_cached)
+
+        first, second = (threading.Thread(target=ask) for _ in range(2))
+        first.start()
+        assert asked.wait(10)
+        [flight] = engine.tiers._flights.values()
+        second.start()
+        until(lambda: bool(flight._cond._waiters))  # it waits for the first one's answer
+        engine.manager.reset()
+        engine.tiers.renew(revision="2")
+        let_go.set()
+        first.join()
+        second.join()
+        assert sorted(cached) == [0, 8]  # 8 out of the pool, before the reset
+        assert engine.manager.can_allocate(PROMPT).n_cached == 0
+        engine.close()
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_what_is_told_of_old_weights_is_not_written_under_the_new_name(renewed: bool) -> None:
+    with Engine([MemoryTier(1 << 20)]) as engine:
+        written, times = engine.tiers.written, []
+
+        def late(*args):  # between commit and written another thread changes the weights
+            times.append(1)
+            if len(times) == 1:
+                engine.manager.reset()
+                if renewed:
+                    engine.tiers.renew(revision="2")
+            written(*args)
+
+        engine.tiers.written = late
+        engine.answer(PROMPT)
+        engine.flush()
+        assert engine.stats.stored == 0
+        engine.forget()
+        assert engine.answer(PROMPT) == 0
+        engine.flush()
+        assert engine.stats.stored == 4 * renewed
+        engine.close()
+
+
 # ---- tiers that misbehave ------------------------------------------------------------------------
 
 

@@ -117,6 +117,9 @@ class TierStack:
         self._chains: OrderedDict[int, tuple[NDArray[np.uint32], list[bytes]]] = OrderedDict()
         self._forgotten: set[int] = set()
         self._has_forgotten_all = False
+        self.epoch = 0
+        """How often the weights have changed, or might have: what was begun before goes no
+        further."""
         self._buffers: list[list[memoryview]] = []
 
     def _attach(self, pool: Pool) -> None:
@@ -176,9 +179,13 @@ class TierStack:
         first = fit.n_cached // size
         if not fit.fits or first >= most or not self._is_asked(int(namespace)):
             return here(tokens)
+        with self._lock:
+            layout, epoch = self.layout, self.epoch
+            if not self._is_used(int(namespace)):
+                epoch = -1
         deadline = time.monotonic() + self.timeout_s
         tokens = np.array(tokens, np.uint32)
-        keys = self.layout.keys(tokens[: most * size], int(namespace))
+        keys = layout.keys(tokens[: most * size], int(namespace))
         while True:
             with self._lock:
                 other = self._flights.get(keys[first])
@@ -194,7 +201,12 @@ class TierStack:
         try:
             seq = here(tokens)
             try:
-                self._fill(seq, keys, deadline, counted=not resumed)
+                # A reset is told here before the manager does it (forget), so a sequence that is
+                # there now is from before the reset, and what it is given is not findable after it.
+                if self.epoch == epoch:
+                    at = self._fill(seq, keys, deadline)
+                    if at > seq.n_cached and self.epoch == epoch:
+                        seq.found(at, counted=not resumed)
             except BaseException:
                 seq.__exit__()
                 raise
@@ -210,10 +222,11 @@ class TierStack:
     def _is_asked(self, namespace: int) -> bool:
         return self._is_used(namespace) and any(level.can_read() for level in self._levels)
 
-    def _fill(self, seq: BlockSequence, keys: list[Key], deadline: float, *, counted: bool) -> None:
-        """Copies the blocks that follow the sequence's cached ones, as many as are found."""
+    def _fill(self, seq: BlockSequence, keys: list[Key], deadline: float) -> int:
+        """Copies the blocks that follow the sequence's cached ones, as many as are found; the
+        tokens up to there."""
         size, ids = self.layout.block_tokens, seq.blocks
-        at = start = seq.n_cached // size
+        at = seq.n_cached // size
         missed: dict[Level, int] = {}
         while at < len(keys):
             for i, level in enumerate(self._levels):
@@ -229,8 +242,7 @@ class TierStack:
         for level, where in missed.items():
             if where == at:
                 level.count("misses", len(keys) - at)
-        if at > start:
-            seq.found(at * size, counted=counted)
+        return at * size
 
     def _read(self, index: int, keys: list[Key], ids: NDArray[np.uint32], deadline: float) -> int:
         """Blocks from one tier into the pool's blocks ``ids``; how many, from the first on."""
@@ -305,6 +317,7 @@ class TierStack:
 
     def written(
         self,
+        epoch: int,
         namespace: int,
         seq: int,
         tokens: NDArray[np.uint32],
@@ -314,12 +327,16 @@ class TierStack:
     ) -> None:
         """What ``commit`` calls: blocks ``first ...`` of these tokens became findable.
 
-        ``seq`` tells the sequence from others; ``names`` is 0 where a block has none. The caller
-        holds the blocks meanwhile. Whatever goes wrong, the engine does not hear of it.
+        ``epoch`` is that of before the commit: if it is over, the blocks are of weights that
+        ``layout`` does not name any more. ``seq`` tells the sequence from others; ``names`` is 0
+        where a block has none. The caller holds the blocks meanwhile. Whatever goes wrong, the
+        engine does not hear of it.
         """
         try:
-            if self._is_used(namespace):
-                self._write(namespace, seq, tokens, first, ids, names)
+            with self._lock:
+                layout, is_used = self.layout, epoch == self.epoch and self._is_used(namespace)
+            if is_used:
+                self._write(layout, namespace, seq, tokens, first, ids, names)
         except Exception as error:
             for level in self._levels:
                 level.count("errors")
@@ -327,6 +344,7 @@ class TierStack:
 
     def _write(
         self,
+        layout: Layout,
         namespace: int,
         seq: int,
         tokens: NDArray[np.uint32],
@@ -349,9 +367,9 @@ class TierStack:
             try:
                 if not digests:
                     digests = self._digests(namespace, seq, tokens)
-                key = Key(self.layout.id, namespace, int(names[i]), digests[first + i])
+                key = Key(layout.id, namespace, int(names[i]), digests[first + i])
                 self._pool.export_into(ids[i : i + 1], slot.view[ENVELOPE_AT:])
-                self.layout.seal(slot.view, key, first + i)
+                layout.seal(slot.view, key, first + i)
                 for level in takers:
                     level.offer(key, slot)
             finally:
@@ -378,9 +396,10 @@ class TierStack:
     # ---- the rest --------------------------------------------------------------------------------
 
     def forget(self, namespace: int | None = None) -> None:
-        """What ``manager.reset`` calls: the weights have changed. The tiers cannot know, so they
-        are left alone from now on, for this namespace or for all; see ``renew``."""
+        """What ``manager.reset`` calls before it begins: the weights have changed. The tiers cannot
+        know, so they are left alone from now on, for this namespace or for all; see ``renew``."""
         with self._lock:
+            self.epoch += 1
             if namespace is None:
                 self._has_forgotten_all = True
             else:
@@ -397,6 +416,7 @@ class TierStack:
         if options == self._options:
             raise InvalidArgument("renew: expected another model or revision than before")
         with self._lock:
+            self.epoch += 1
             self._options = options
             if self._pool is not None:
                 self.layout = Layout.of(self._pool, **options)
