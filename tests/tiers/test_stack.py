@@ -719,6 +719,19 @@ def test_a_manager_that_is_dropped_ends_its_tiers() -> None:
     assert tier.inner.stats().n_records == 4
 
 
+def test_the_collector_may_drop_a_manager_in_a_thread_of_its_tiers() -> None:
+    tier, before = Faulty(), threads()
+    engine = Engine([tier])
+    finalize = engine.tiers._finalize
+    tier.on_put = lambda items: finalize() and None
+    engine.answer(PROMPT)
+    until(lambda: ("close", 0) in tier.calls, 5)  # it does not wait for itself until the deadline
+    until(lambda: threads() <= before)
+    assert tier.inner.stats().n_records == 4  # what was queued is written all the same
+    engine.manager.close()
+    engine.pool.close()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_of_fork_leaves_its_parent_s_tiers_alone() -> None:

@@ -418,6 +418,10 @@ class Level:
                 tier=self._tier_stats,
             )
 
+    def is_own_thread(self) -> bool:
+        """Whether one of its threads is asking."""
+        return threading.current_thread() in self._threads
+
     def stop_reading(self) -> None:
         """Nobody is made to wait for an answer any more."""
         with self._lock:

@@ -449,6 +449,11 @@ class TierStack:
 def _close(levels: Sequence[Level], pid: int, timeout_s: float) -> None:
     if os.getpid() != pid:  # in a child of fork() there are no threads, and nothing is ours
         return
+    if any(level.is_own_thread() for level in levels):
+        # The garbage collector has come here in a thread of theirs, which may hold a lock of
+        # theirs, and cannot wait for itself.
+        threading.Thread(target=_close, args=(levels, pid, timeout_s), daemon=True).start()
+        return
     deadline = time.monotonic() + timeout_s
     for level in levels:
         level.stop_reading()
