@@ -175,6 +175,7 @@ def test_urls(tmp_path: Path) -> None:
         assert (tmp_path / "kvpool.slab").stat().st_size == 1 << 20
     for url, text in (
         ("disk:", "expected a path"),
+        ("disk:/tmp/a%00b", "which has a zero byte"),
         ("disk://host/path", "expected disk:/path"),
         (f"disk:{tmp_path}/x?size=ten", "size: expected a size"),
         (f"disk:{tmp_path}/x?size=10", "size: expected at least 65536, found 10"),

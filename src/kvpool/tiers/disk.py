@@ -640,6 +640,8 @@ def open_url(url: SplitResult, options: Options) -> DiskTier:
     path = unquote(url.path)
     if not path:
         raise InvalidArgument("disk: expected a path, as in disk:/var/cache/kv.slab?size=10GiB")
+    if "\0" in path:
+        raise InvalidArgument(f"disk: expected a path, found {path!r}, which has a zero byte")
     size = options.size("size")
     sync = options.choice("sync", "none", ("none", "data"))
     options.done()
