@@ -35,7 +35,7 @@ SOURCES := pyproject.toml CMakeLists.txt \
 CMAKE := $(BIN)/cmake
 CTEST := $(BIN)/ctest --output-on-failure
 
-.PHONY: run test test-c test-py check bench bench-bytes bench-attention bench-files bench-peers \
+.PHONY: run test test-c test-py test-py-first test-py-rest check bench bench-bytes bench-attention bench-files bench-peers \
 	bench-transfer bench-tiers-remote bench-replay mutants \
 	parity asan fuzz soak soak-transfer arch clean system-packages help
 
@@ -122,8 +122,14 @@ test-c: $(VENV)/tools
 		$(CTEST) --test-dir build/c-clang -j $(JOBS); \
 	else echo "clang is not installed: its build is skipped"; fi
 
+# Two halves beside each other: most tests use one core.
+PY_FIRST := tests/conformance tests/engine tests/integrations tests/replay tests/manager
 test-py: $(VENV)/tools $(VENV)/smollm2 $(VENV)/torch
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-py-first test-py-rest
+test-py-first:
+	$(BIN)/python -m pytest $(PY_FIRST)
+test-py-rest:
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(PY_FIRST))
 
 mutants: $(VENV)/tools
 	$(BIN)/python scripts/mutants.py
