@@ -70,23 +70,10 @@ class Header {
         const Shape shape(shape_arg);
         Buffer in(buffer, "buffer");
         auto header = std::unique_ptr<Header>(new Header());
-        Failure failure;
-        auto work = [&] {
-            const tl_status st = tl_kv_envelope_check(in.size() == 0 ? "" : in.data(), in.size(),
-                                                      shape.get(), &header->e_);
-            if (st != TL_OK) {
-                failure.capture(st);
-            }
-        };
-        if (in.size() >= bulk_bytes) {
-            nb::gil_scoped_release nogil;
-            work();
-        } else {
-            work();
-        }
-        if (failure.status != TL_OK) {
-            raise(failure);
-        }
+        call_alone(bytes_work(in.size()), [&] {
+            return tl_kv_envelope_check(in.size() == 0 ? "" : in.data(), in.size(), shape.get(),
+                                        &header->e_);
+        });
         return header.release();
     }
 

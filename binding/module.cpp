@@ -37,22 +37,8 @@ nb::object block_hashes(nb::handle tokens, nb::handle block_tokens, nb::handle p
     }
     nb::object hashes = new_array(in.size() / size, NPY_UINT64);
     uint64_t *out = array_data<uint64_t>(hashes);
-    Failure failure;
-    auto work = [&] {
-        tl_status st = tl_kv_block_hashes(root, in.data(), in.size(), size, out);
-        if (st != TL_OK) {
-            failure.capture(st);
-        }
-    };
-    if (in.size() >= bulk_items) {
-        nb::gil_scoped_release nogil;
-        work();
-    } else {
-        work();
-    }
-    if (failure.status != TL_OK) {
-        raise(failure);
-    }
+    call_alone(items_work(in.size()),
+               [&] { return tl_kv_block_hashes(root, in.data(), in.size(), size, out); });
     return hashes;
 }
 

@@ -242,18 +242,9 @@ uint64_t policy_hits(nb::handle policy, nb::handle blocks, nb::handle starts, nb
     const tl_trace trace = {block_ids.data(), begins.data(), before.data(), begins.size() - 1,
                             static_cast<uint32_t>(before.size())};
     uint64_t hits = 0;
-    Failure failure;
-    {
-        nb::gil_scoped_release nogil;
-        const tl_status st =
-            tl_policy_hits(static_cast<tl_policy>(which), &trace, size, first, last, &hits);
-        if (st != TL_OK) {
-            failure.capture(st);
-        }
-    }
-    if (failure.status != TL_OK) {
-        raise(failure);
-    }
+    call_alone(Work::bulk, [&] {
+        return tl_policy_hits(static_cast<tl_policy>(which), &trace, size, first, last, &hits);
+    });
     return hits;
 }
 

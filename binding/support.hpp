@@ -41,6 +41,26 @@ template <class Op> void call(LockedPool &pool, Work work, Op &&op, Failure &fai
     pool.run(op, failure);
 }
 
+// Runs op, which needs no pool, and raises what it fails with.
+template <class Op> void call_alone(Work work, Op &&op) {
+    Failure failure;
+    auto noted = [&] {
+        const tl_status st = op();
+        if (st != TL_OK) {
+            failure.capture(st);
+        }
+    };
+    if (work == Work::bulk) {
+        nb::gil_scoped_release nogil;
+        noted();
+    } else {
+        noted();
+    }
+    if (failure.status != TL_OK) {
+        raise(failure);
+    }
+}
+
 // Fails an op on the binding's own account, with a text made like the library's.
 template <class... Args> tl_status fail(tl_status status, const char *format, Args... args) {
     char text[TL_LAST_ERROR_CAP];

@@ -1,4 +1,4 @@
-"""What the package's tests import: the format's worked example, and a registered block."""
+"""What the package's tests import: worked examples, and a registered block."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ ENVELOPE = bytes.fromhex(
     "003c004000420044 003800bc00000034"
     "1c540b4f"
 )
+
+# Two prompts of one block of 16 tokens with one name: the collision of docs/prefix-caching.md.
+_VICTIM = [1, 734, 29889, 4061, 310, 14991, 278, 3186, 29892, 1438, 338, 278, 5613, 9508, 310, 278]
+COLLIDING = (_VICTIM, [*_VICTIM[:9], 3724, 7590, 12543, 11406, 4726, 890, 3852])
 
 MakePool = Callable[..., kvpool.Pool]
 

@@ -10,6 +10,7 @@ import pytest
 from fnv_forger import block_hash, coefficients, forge, short_basis
 
 import kvpool
+from pool_support import COLLIDING
 
 B = 16
 VOCABULARY = 50_000
@@ -162,25 +163,7 @@ def test_the_bare_pool_is_fooled() -> None:
 def test_a_forgery_that_came_first_ages_like_any_block_and_lets_the_name_go() -> None:
     # Meeting the forgery's name at every commit must not count as a use of it: it would stay in the
     # cache, and the victim out of it, for ever.
-    victim = [
-        1,
-        734,
-        29889,
-        4061,
-        310,
-        14991,
-        278,
-        3186,
-        29892,
-        1438,
-        338,
-        278,
-        5613,
-        9508,
-        310,
-        278,
-    ]
-    forged = [*victim[:9], 3724, 7590, 12543, 11406, 4726, 890, 3852]
+    victim, forged = COLLIDING
     assert kvpool.block_hash(0, victim) == kvpool.block_hash(0, forged)
     mgr = kvpool.BlockManager(kvpool.Pool(6, block_tokens=B, n_layers=1, n_kv_heads=1, head_dim=2))
     compute(mgr, forged, 1.0)

@@ -11,6 +11,7 @@ import pytest
 import kvpool
 from kvpool.tiers import Key, Layout, RecordRefused
 from kvpool.tiers.record import ENVELOPE_AT, HEAD_BYTES, PAYLOAD_AT
+from pool_support import COLLIDING
 
 B = 4
 SECRET = b"a secret of the fleet"
@@ -147,25 +148,7 @@ def test_who_does_not_know_the_secret_cannot_make_a_record() -> None:
 
 def test_a_forged_name_is_another_key() -> None:
     """The collision of docs/prefix-caching.md: one FNV-1a name, two digests."""
-    victim = [
-        1,
-        734,
-        29889,
-        4061,
-        310,
-        14991,
-        278,
-        3186,
-        29892,
-        1438,
-        338,
-        278,
-        5613,
-        9508,
-        310,
-        278,
-    ]
-    forged = [*victim[:9], 3724, 7590, 12543, 11406, 4726, 890, 3852]
+    victim, forged = COLLIDING
     layout = Layout(16, n_layers=1, n_kv_heads=1, head_dim=2)
     [a], [b] = layout.keys(victim), layout.keys(forged)
     assert a.hash == b.hash

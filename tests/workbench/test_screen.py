@@ -82,7 +82,7 @@ def test_a_closed_stdout_is_one_line() -> None:
     assert done.stderr == "ol: stdout is closed\n"
 
 
-# The tests of L8.3, a course in Python, are about the package: they run in a process of their own.
+# L8.3 is a course in Python: its suite is about the package. `ol` imports it for that alone.
 OF_THE_PACKAGE = {"cache_suite.py", "ownpool.py"}
 
 
@@ -96,3 +96,13 @@ def test_the_workbench_imports_nothing_else_of_the_package() -> None:
             elif isinstance(node, ast.Import):
                 roots = {alias.name.split(".")[0] for alias in node.names}
                 assert roots <= set(sys.stdlib_module_names), path.name
+
+
+def test_only_the_course_of_the_cache_needs_the_package() -> None:
+    code = "import sys, kvpool.workbench.app; print(*(m for m in sys.modules if 'workbench' in m))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    names = {name.rpartition(".")[2] for name in loaded.stdout.split()}
+    assert "app" in names
+    assert not names & {"cache_check", "cache_suite", "ownpool"}

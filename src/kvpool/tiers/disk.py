@@ -36,6 +36,7 @@ from urllib.parse import SplitResult, unquote
 import numpy as np
 
 from kvpool import Busy, InvalidArgument, StorageError, Unsupported, crc32c
+from kvpool.wire.files import storage_errors
 
 from .record import Key
 from .registry import Options, shown
@@ -168,7 +169,7 @@ class DiskTier(Tier):
         self._fd = -1
         _open_tiers.add(self)
         try:
-            with _told(self.path):
+            with storage_errors(f"disk:{self.path}"):
                 self._open(size_bytes, os.O_CREAT if create else 0)
         except BaseException:
             self._close_fd()
@@ -306,7 +307,7 @@ class DiskTier(Tier):
 
     def _format(self, record_bytes: int) -> None:
         """The first record says how long records are."""
-        with self._lock, _told(self.path):
+        with self._lock, storage_errors(f"disk:{self.path}"):
             shape = _Shape.of(self._shape.file_bytes, record_bytes)
             if shape.n_slots == 0:
                 raise InvalidArgument(
@@ -575,7 +576,7 @@ class DiskTier(Tier):
                 raise StorageError(f"{self.name}: closed")
             self._n_busy += 1
         try:
-            with _told(self.path):
+            with storage_errors(f"disk:{self.path}"):
                 yield
         finally:
             with self._lock:
@@ -600,21 +601,6 @@ class DiskTier(Tier):
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
-
-
-class _told:
-    """An OSError of the system becomes a StorageError that names the file."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc_info: object) -> None:
-        error = exc_info[1]
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise StorageError(f"disk:{self._path}: {error.strerror or error}") from error
 
 
 #: A child of fork() has the descriptors of its parent, and with them the lock; it gives them up.

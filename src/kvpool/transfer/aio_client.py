@@ -11,13 +11,12 @@ from typing import Any
 import grpc
 
 from .. import Sequence
-from . import handover_pb2 as handover_pb
 from . import kv_transfer_pb2 as pb
-from .client import Attempt, Course, Tally, check_ack, check_present, refused
+from .client import Attempt, Course, Tally, check_ack, check_present, methods, refused
 from .handover import Answer, Handover
 from .limits import KV_FORMAT, TransferRefused, TransferStats
 from .sender import check_handle, check_names
-from .settings import HANDOVER, SERVICE, ClientSettings, ClientTls, PushResult, token_metadata
+from .settings import ClientSettings, ClientTls, PushResult, token_metadata
 
 __all__ = ["AioKvClient"]
 
@@ -47,21 +46,7 @@ class AioKvClient:
             if tls is None
             else grpc.aio.secure_channel(target, tls.credentials(), options)
         )
-        method = f"/{SERVICE}/"
-        self._has_blocks = self._channel.unary_unary(
-            method + "HasBlocks",
-            pb.HasBlocksRequest.SerializeToString,
-            pb.HasBlocksResponse.FromString,
-        )
-        self._release = self._channel.unary_unary(
-            method + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
-        )
-        self._push: Any = self._channel.stream_unary(method + "PushKv", None, pb.KvAck.FromString)
-        self._continue = self._channel.unary_stream(
-            f"/{HANDOVER}/Continue",
-            handover_pb.ContinueRequest.SerializeToString,
-            handover_pb.ContinueReply.FromString,
-        )
+        self._has_blocks, self._push, self._release, self._continue = methods(self._channel)
 
     @property
     def stats(self) -> TransferStats:

@@ -16,16 +16,23 @@ from . import kv_transfer_pb2 as pb
 from .handover import Answer, Handover
 from .limits import TransferRefused
 from .receiver import KvReceiver
-from .server import CHECK_S, MAX_CHECKS, ack_message, has_blocks, parse, status_of, take_chunk
+from .server import (
+    CHECK_S,
+    MAX_CHECKS,
+    ack_message,
+    has_blocks,
+    method_handlers,
+    parse,
+    status_of,
+    take_chunk,
+)
 from .settings import (
-    HANDOVER,
     HEALTH,
     SERVICE,
     ServerTls,
-    bound_address,
-    cannot_listen,
     check_address,
     is_allowed,
+    listen,
     log,
     server_options,
 )
@@ -95,18 +102,17 @@ class AioKvServer:
             maximum_concurrent_rpcs=n_calls,
         )
         self._health = health.aio.HealthServicer()
-        self._server.add_generic_rpc_handlers(self._handlers())
-        try:
-            port = (
-                self._server.add_insecure_port(self.address)
-                if self._tls is None
-                else self._server.add_secure_port(self.address, self._tls.credentials())
+        self._server.add_generic_rpc_handlers(
+            method_handlers(
+                self._answer(self._has_blocks),
+                self._answer(self._push),
+                self._answer(self._release),
+                self._answer(self._check),
+                self._health.Watch,
+                self._continue if self._handover is not None else None,
             )
-        except RuntimeError as error:
-            raise cannot_listen(self.address, self._tls) from error
-        if port == 0:
-            raise cannot_listen(self.address, self._tls)
-        self.address = bound_address(self.address, port)
+        )
+        self.address = listen(self._server, self.address, self._tls)
         await self._server.start()
         await self._set_serving(True)
         self._sweeper = asyncio.create_task(self._sweep())
@@ -118,40 +124,6 @@ class AioKvServer:
             await self._health.set(
                 service, health_pb2.HealthCheckResponse.ServingStatus.Value(name)
             )
-
-    def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        services: dict[str, dict[str, Any]] = {  # all streams: see KvServer
-            SERVICE: {
-                "HasBlocks": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._has_blocks), None, pb.HasBlocksResponse.SerializeToString
-                ),
-                "PushKv": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._push), None, pb.KvAck.SerializeToString
-                ),
-                "Release": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._release), None, pb.ReleaseResponse.SerializeToString
-                ),
-            },
-            HEALTH: {
-                "Check": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._check),
-                    None,
-                    health_pb2.HealthCheckResponse.SerializeToString,
-                ),
-                "Watch": grpc.unary_stream_rpc_method_handler(
-                    self._health.Watch,
-                    health_pb2.HealthCheckRequest.FromString,
-                    health_pb2.HealthCheckResponse.SerializeToString,
-                ),
-            },
-        }
-        if self._handover is not None:
-            services[HANDOVER] = {
-                "Continue": grpc.stream_stream_rpc_method_handler(
-                    self._continue, None, handover_pb.ContinueReply.SerializeToString
-                )
-            }
-        return tuple(grpc.method_handlers_generic_handler(*item) for item in services.items())
 
     @staticmethod
     def _answer(behavior: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Any]:

@@ -181,6 +181,27 @@ class Course:
         )  # fmt: skip
 
 
+def methods(channel: Any) -> tuple[Any, Any, Any, Any]:
+    """HasBlocks, PushKv (its messages come as bytes), Release and Continue of a channel."""
+    method = f"/{SERVICE}/"
+    return (
+        channel.unary_unary(
+            method + "HasBlocks",
+            pb.HasBlocksRequest.SerializeToString,
+            pb.HasBlocksResponse.FromString,
+        ),
+        channel.stream_unary(method + "PushKv", None, pb.KvAck.FromString),
+        channel.unary_unary(
+            method + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
+        ),
+        channel.unary_stream(
+            f"/{HANDOVER}/Continue",
+            handover_pb.ContinueRequest.SerializeToString,
+            handover_pb.ContinueReply.FromString,
+        ),
+    )
+
+
 class KvClient:
     """A connection to one decode side.
 
@@ -214,21 +235,7 @@ class KvClient:
             if tls is None
             else grpc.secure_channel(target, tls.credentials(), options)
         )
-        method = f"/{SERVICE}/"
-        self._has_blocks = self._channel.unary_unary(
-            method + "HasBlocks",
-            pb.HasBlocksRequest.SerializeToString,
-            pb.HasBlocksResponse.FromString,
-        )
-        self._release = self._channel.unary_unary(
-            method + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
-        )
-        self._push: Any = self._channel.stream_unary(method + "PushKv", None, pb.KvAck.FromString)
-        self._continue = self._channel.unary_stream(
-            f"/{HANDOVER}/Continue",
-            handover_pb.ContinueRequest.SerializeToString,
-            handover_pb.ContinueReply.FromString,
-        )
+        self._has_blocks, self._push, self._release, self._continue = methods(self._channel)
 
     @property
     def stats(self) -> TransferStats:

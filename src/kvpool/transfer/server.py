@@ -25,10 +25,9 @@ from .settings import (
     HEALTH,
     SERVICE,
     ServerTls,
-    bound_address,
-    cannot_listen,
     check_address,
     is_allowed,
+    listen,
     log,
     server_options,
 )
@@ -95,6 +94,44 @@ def set_serving(servicer: Any, serving: bool) -> None:
     name = "SERVING" if serving else "NOT_SERVING"
     for service in ("", SERVICE):
         servicer.set(service, health_pb2.HealthCheckResponse.ServingStatus.Value(name))
+
+
+def method_handlers(
+    has_blocks: Any, push: Any, release: Any, check: Any, watch: Any, go_on: Any | None
+) -> tuple[grpc.GenericRpcHandler, ...]:
+    """What answers which call; without ``go_on`` there is no Continue.
+
+    All are streams here, also those of one message, which look the same on the wire: gRPC then
+    leaves the waiting to us.
+    """
+    services: dict[str, dict[str, Any]] = {
+        SERVICE: {
+            "HasBlocks": grpc.stream_unary_rpc_method_handler(
+                has_blocks, None, pb.HasBlocksResponse.SerializeToString
+            ),
+            "PushKv": grpc.stream_unary_rpc_method_handler(push, None, pb.KvAck.SerializeToString),
+            "Release": grpc.stream_unary_rpc_method_handler(
+                release, None, pb.ReleaseResponse.SerializeToString
+            ),
+        },
+        HEALTH: {
+            "Check": grpc.stream_unary_rpc_method_handler(
+                check, None, health_pb2.HealthCheckResponse.SerializeToString
+            ),
+            "Watch": grpc.unary_stream_rpc_method_handler(
+                watch,
+                health_pb2.HealthCheckRequest.FromString,
+                health_pb2.HealthCheckResponse.SerializeToString,
+            ),
+        },
+    }
+    if go_on is not None:
+        services[HANDOVER] = {
+            "Continue": grpc.stream_stream_rpc_method_handler(
+                go_on, None, handover_pb.ContinueReply.SerializeToString
+            )
+        }
+    return tuple(grpc.method_handlers_generic_handler(*item) for item in services.items())
 
 
 class _Waiting:
@@ -189,18 +226,17 @@ class KvServer:
         self._waiting = _Waiting()
         self._checks = threading.BoundedSemaphore(MAX_CHECKS)
         self._health = health.HealthServicer()
-        self._server.add_generic_rpc_handlers(self._handlers())
-        try:
-            port = (
-                self._server.add_insecure_port(address)
-                if tls is None
-                else self._server.add_secure_port(address, tls.credentials())
+        self._server.add_generic_rpc_handlers(
+            method_handlers(
+                self._answer(self._has_blocks),
+                self._answer(self._push),
+                self._answer(self._release),
+                self._answer(self._check),
+                self._health.Watch,  # waits without a thread
+                self._continue if handover is not None else None,
             )
-        except RuntimeError as error:
-            raise cannot_listen(address, tls) from error
-        if port == 0:
-            raise cannot_listen(address, tls)
-        self.address = bound_address(address, port)
+        )
+        self.address = listen(self._server, address, tls)
         self._server.start()
         set_serving(self._health, True)
         self._stop = threading.Event()
@@ -209,42 +245,6 @@ class KvServer:
         )
         self._sweeper.start()
         log.info("serving %s on %s", SERVICE, self.address)
-
-    def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        # All are streams here, also those of one message, which look the same on the wire: gRPC
-        # then leaves the waiting to us.
-        services: dict[str, dict[str, Any]] = {
-            SERVICE: {
-                "HasBlocks": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._has_blocks), None, pb.HasBlocksResponse.SerializeToString
-                ),
-                "PushKv": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._push), None, pb.KvAck.SerializeToString
-                ),
-                "Release": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._release), None, pb.ReleaseResponse.SerializeToString
-                ),
-            },
-            HEALTH: {
-                "Check": grpc.stream_unary_rpc_method_handler(
-                    self._answer(self._check),
-                    None,
-                    health_pb2.HealthCheckResponse.SerializeToString,
-                ),
-                "Watch": grpc.unary_stream_rpc_method_handler(  # waits without a thread
-                    self._health.Watch,
-                    health_pb2.HealthCheckRequest.FromString,
-                    health_pb2.HealthCheckResponse.SerializeToString,
-                ),
-            },
-        }
-        if self._handover is not None:
-            services[HANDOVER] = {
-                "Continue": grpc.stream_stream_rpc_method_handler(
-                    self._continue, None, handover_pb.ContinueReply.SerializeToString
-                )
-            }
-        return tuple(grpc.method_handlers_generic_handler(*item) for item in services.items())
 
     @staticmethod
     def _answer(behavior: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, Any], Any]:

@@ -236,20 +236,27 @@ def is_allowed(token: str | None, metadata: Any) -> bool:
     return hmac.compare_digest(found, f"Bearer {token}".encode())
 
 
-def bound_address(address: str, port: int) -> str:
-    """The address with the port that was taken."""
-    if address.startswith("unix"):
-        return address
-    return f"{address.rpartition(':')[0]}:{port}"
+def listen(server: Any, address: str, tls: ServerTls | None) -> str:
+    """Takes the address for a gRPC server; it, with the port that was taken.
 
-
-def cannot_listen(address: str, tls: ServerTls | None) -> TransferError:
-    """The error for a port that is taken, or an address that is not ours. gRPC does not say which;
-    it writes that to stderr."""
-    pem = "" if tls is None else ", or are certificate and key no PEM, or not of each other"
-    return TransferError(
-        f"cannot listen on {address}: is it in use, or not an address of this machine{pem}?"
-    )
+    Raises TransferError for a port that is taken, or an address that is not ours. gRPC does not say
+    which; it writes that to stderr.
+    """
+    cause: RuntimeError | None = None
+    try:
+        port = (
+            server.add_insecure_port(address)
+            if tls is None
+            else server.add_secure_port(address, tls.credentials())
+        )
+    except RuntimeError as error:
+        port, cause = 0, error
+    if port == 0:
+        pem = "" if tls is None else ", or are certificate and key no PEM, or not of each other"
+        raise TransferError(
+            f"cannot listen on {address}: is it in use, or not an address of this machine{pem}?"
+        ) from cause
+    return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
 
 
 def keep_freed_memory(n_bytes: int = 256 << 20) -> bool:

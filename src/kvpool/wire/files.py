@@ -63,11 +63,11 @@ class EnvelopeFile:
     def __init__(self, path: Path) -> None:
         self.path = os.fspath(path)
         self._buffer = memoryview(bytearray(_CHUNK))
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait for its writer
             self._fd = os.open(self.path, flags)
         try:
-            with _storage_errors(self.path):
+            with storage_errors(self.path):
                 info = os.fstat(self._fd)
                 if not stat.S_ISREG(info.st_mode):
                     raise StorageError(f"{self.path}: no regular file")
@@ -99,7 +99,7 @@ class EnvelopeFile:
 
     def _read_into(self, at: int, view: memoryview) -> None:
         done = 0
-        with _storage_errors(self.path):
+        with storage_errors(self.path):
             while done < len(view):
                 n = os.preadv(self._fd, [view[done:]], at + done)
                 if n == 0:
@@ -242,7 +242,7 @@ def _crc_of_zeros(n: int) -> int:
     return crc
 
 
-class _storage_errors:
+class storage_errors:
     """An OSError becomes a StorageError that names the file."""
 
     def __init__(self, path: str) -> None:
@@ -312,7 +312,7 @@ def new_file(path: Path) -> Iterator[int]:
     """
     path = os.fspath(path)
     folder, name = os.path.split(path)
-    with _storage_errors(path):
+    with storage_errors(path):
         folder_fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _refuse_devices(folder_fd, name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool import CorruptEnvelope, InvalidArgument, crc32c
+from kvpool import CorruptEnvelope, crc32c
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -114,9 +114,3 @@ class Seal(NamedTuple):
                 f"seal: first_token {seal.first_token} at offset 16, n_tokens is {seal.n_tokens}"
             )
         return seal
-
-    def check_tokens(self, digests: list[bytes], block_tokens: int) -> None:
-        """Raises InvalidArgument unless the prefix with these ``token_digests`` is the sealed."""
-        n_blocks = -(-self.n_tokens // block_tokens)
-        if not 0 < n_blocks <= len(digests) or digests[n_blocks - 1] != self.digest:
-            raise InvalidArgument(f"tokens: other than the {self.n_tokens} that the seal is of")
